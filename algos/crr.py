@@ -1,0 +1,757 @@
+"""CRR: Critic Regularized Regression. Offline RL, continuous actions.
+
+Paper: "Critic Regularized Regression", Z. Wang, A. Novikov, K. Zolna, J. T. Springenberg, S. Reed,
+B. Shahriari, N. Siegel, J. Merel, C. Gulcehre, N. Heess, N. de Freitas, 2020, arXiv:2006.15134.
+
+Idea: clone the actions of a fixed dataset, but only as far as a learned critic finds them better
+than what the policy would do by itself. The policy is never asked to prefer an action that the data
+do not contain, so the critic's errors outside the data cannot be exploited.
+
+Equations (a prime marks a target network, Q without an index is the mean of Q_1 and Q_2):
+    critic      minimise sum_i (Q_i(s, a) - y)^2
+                y = r + gamma (1 - terminated) min_i Q'_i(s', a'),          a' ~ pi'(.|s')
+    advantage   A(s, a) = Q(s, a) - mean_j Q(s, a_j)  or  - max_j Q(s, a_j),  a_1..a_M ~ pi(.|s)
+    weight      f = 1[A > 0]  (binary)  or  f = min(exp(A / beta), max_weight)  (exp)
+    actor       maximise f log pi(a|s); no gradient goes through f
+
+Differences from the paper:
+    - Two critics with squared error, the smaller one in y, instead of one distributional critic:
+      fewer lines to read, and the minimum keeps values on narrow data from blowing up.
+    - A tanh-Gaussian policy instead of a mixture of Gaussians: one action, one mode to evaluate.
+    - Soft target updates. The paper's hard copies: --tau 1 --target-interval 100.
+    - Deterministic evaluation with tanh(mean). The paper's critic-weighted policy (CWP) draws one
+      of K sampled actions with probability softmax(Q / beta): --num-cwp-samples 10.
+    - Observations are standardised with the mean and std of the dataset.
+
+Shapes: N rows of data, B batch, C = 2 critics, M sampled actions, O observation, A action,
+E evaluation episodes. A scalar per transition is [B], never [B, 1].
+
+Run it:
+    python algos/crr.py --env-id Pendulum-v1
+    python algos/crr.py --weight-type exp --beta inf   (behaviour cloning: every f is exactly 1)
+The paper's setting, its networks aside:
+    python algos/crr.py --env-id HalfCheetah-v5 --dataset minari:mujoco/halfcheetah/medium-v0
+        --weight-type exp --learning-rate 1e-4 --batch-size 1024 --tau 1 --target-interval 100
+        --num-cwp-samples 10 --reward-scale 1 --total-updates 500000
+Resume it:
+    python algos/crr.py --resume runs/<run>
+"""
+
+import csv
+import ctypes
+import json
+import math
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import asdict, dataclass, replace
+from typing import Literal
+
+import tyro
+
+# ---- arguments
+
+
+@dataclass
+class Args:
+    env_id: str = "Pendulum-v1"  # Gymnasium environment
+    seed: int = 1  # same seed, same machine: same numbers to the last bit
+    dataset: str = "auto"  # auto (shipped with us, else random) | random:N | PATH.npz | minari:ID
+    reward_scale: float = 0.1  # training sees reward_scale * reward + reward_shift
+    reward_shift: float = 0.0  # see reward_scale
+    normalize_reward: bool = False  # first divide rewards by the dataset's range of returns / 1000
+    total_updates: int = 10_000  # budget in gradient updates
+    total_epochs: int | None = None  # budget in passes over the data, instead of total_updates
+    batch_size: int = 256  # transitions per update
+    gamma: float = 0.99  # discount
+    learning_rate: float = 3e-4  # of every optimiser (Adam)
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # the last two end at 0
+    warmup_updates: int = 0  # the learning rate first climbs from 0 over this many updates
+    hidden_dim: int = 256  # width of both hidden layers, in every network
+    eval_interval: int = 1_000  # updates between evaluations
+    eval_episodes: int = 10  # episodes per evaluation
+    eval_seed: int = 10_000  # evaluation episode i starts from eval_seed + i
+    target_return: float | None = None  # stop when an evaluation's mean return gets there
+    patience: int | None = None  # stop after this many evaluations without a better one
+    checkpoint_interval: int = 5_000  # updates between checkpoints (3 MB; also on Ctrl-C, SIGTERM)
+    log_interval: int = 100  # updates between lines in the logs
+    run_dir: str | None = None  # folder of the run [runs/<algo>__<env>__<seed>__<time>]
+    resume: str | None = None  # folder of a run to go on with; its flags hold, budgets may change
+    evaluate: str | None = None  # checkpoint to evaluate instead of training
+    record: str | None = None  # with --evaluate: save its episodes as a dataset, FILE.npz
+    capture_video: bool = False  # with --evaluate: film one episode, next to the checkpoint
+    quiet: bool = False  # print nothing but errors
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # auto takes a GPU if there is one
+    torch_threads: int | None = None  # CPU threads [all cores]
+    compile: bool = False  # torch.compile the networks: slow to start, then faster
+    # CRR only
+    advantage_type: Literal["mean", "max"] = "mean"  # baseline over the sampled actions' values
+    weight_type: Literal["binary", "exp"] = "binary"  # f = 1[A > 0] or exp(A / beta)
+    beta: float = 1.0  # temperature of exp weights and of CWP; inf: behaviour cloning
+    max_weight: float = 20.0  # upper clip of exp weights
+    num_action_samples: int = 4  # M, actions of the policy that the baseline is made of
+    num_cwp_samples: int = (
+        0  # evaluation draws among this many actions by softmax(Q / beta); 0: off
+    )
+    action_clip: float = 1e-3  # data actions are kept this far from +-1, where log pi is infinite
+    tau: float = 0.005  # how far the targets move towards the networks; 1: hard copy
+    target_interval: int = 1  # updates between target updates
+
+
+if __name__ == "__main__":  # answers --help and typos now: torch takes seconds to import
+    tyro.cli(Args, description=__doc__)
+
+import gymnasium as gym
+import numpy as np
+import torch
+from torch import nn
+
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))  # for common.py
+import common
+from common import InputError
+
+
+def check_args(args: Args) -> None:
+    """Refuse what would waste a run, before it begins."""
+    positive = (
+        *("total_updates", "total_epochs", "batch_size", "reward_scale", "learning_rate"),
+        *("hidden_dim", "eval_interval", "eval_episodes", "patience", "checkpoint_interval"),
+        *("log_interval", "torch_threads", "beta", "max_weight", "num_action_samples"),
+        "target_interval",
+    )
+    rules = [
+        (name, "> 0", getattr(args, name) is None or getattr(args, name) > 0) for name in positive
+    ]
+    rules += [
+        ("seed", ">= 0", args.seed >= 0),
+        ("eval_seed", ">= 0", args.eval_seed >= 0),
+        ("reward_shift", "finite", math.isfinite(args.reward_shift)),
+        ("gamma", "in [0, 1)", 0 <= args.gamma < 1),
+        ("warmup_updates", ">= 0", args.warmup_updates >= 0),
+        ("num_cwp_samples", ">= 0", args.num_cwp_samples >= 0),
+        ("action_clip", "in (0, 1)", 0 < args.action_clip < 1),
+        ("tau", "in (0, 1]", 0 < args.tau <= 1),
+        ("record", "a name that ends in .npz", (args.record or ".npz").endswith(".npz")),
+        ("record", "used with --evaluate", args.record is None or args.evaluate is not None),
+        (
+            "capture_video",
+            "used with --evaluate",
+            not args.capture_video or args.evaluate is not None,
+        ),
+    ]
+    for name, rule, holds in rules:
+        if not holds:
+            raise InputError(f"{name} must be {rule}, got {getattr(args, name)}")
+
+
+def check_spaces(env: gym.Env) -> tuple[int, int]:
+    """-> O, A of an environment with vector observations and bounded continuous actions."""
+    obs_space, action_space, env_id = env.observation_space, env.action_space, env.spec.id
+    if not isinstance(obs_space, gym.spaces.Box) or len(obs_space.shape) != 1:
+        raise InputError(f"{env_id}: observations must be vectors, not {obs_space}")
+    if not isinstance(action_space, gym.spaces.Box) or len(action_space.shape) != 1:
+        raise InputError(f"{env_id}: actions must be continuous vectors, not {action_space}")
+    if not action_space.is_bounded():
+        raise InputError(f"{env_id}: actions must have finite bounds, not {action_space}")
+    return obs_space.shape[0], action_space.shape[0]
+
+
+# ---- networks
+
+
+def mlp(input_dim: int, hidden_dim: int, output_dim: int) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(input_dim, hidden_dim),
+        nn.ReLU(inplace=True),
+        nn.Linear(hidden_dim, hidden_dim),
+        nn.ReLU(inplace=True),
+        nn.Linear(hidden_dim, output_dim),
+    )
+
+
+class Actor(nn.Module):
+    """pi(a|s): a = tanh(u), u ~ Normal(mean(s), std(s)), one Gaussian per action dimension."""
+
+    LOG_STD_MIN, LOG_STD_MAX = -5.0, 2.0
+
+    def __init__(self, obs_dim: int, action_dim: int, hidden_dim: int):
+        super().__init__()
+        self.net = mlp(obs_dim, hidden_dim, 2 * action_dim)
+        with torch.no_grad():  # start in the middle of the box, with the same std in every state
+            self.net[-1].weight.mul_(0.01)
+            self.net[-1].bias.zero_()
+
+    def forward(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        mean, log_std = self.net(obs).chunk(2, dim=-1)  # [B, A], [B, A]
+        # tanh keeps a gradient at both bounds; a clamp would let std stick to its floor
+        log_std = self.LOG_STD_MIN + 0.5 * (self.LOG_STD_MAX - self.LOG_STD_MIN) * (
+            1 + torch.tanh(log_std)
+        )
+        return mean, log_std
+
+
+class TwinCritic(nn.Module):
+    """Q_1(s, a) and Q_2(s, a), two independent networks.
+
+    A loop, not stacked weights: for two members it is the faster form (benchmark/NOTES.md).
+    """
+
+    def __init__(self, obs_dim: int, action_dim: int, hidden_dim: int):
+        super().__init__()
+        self.members = nn.ModuleList([mlp(obs_dim + action_dim, hidden_dim, 1) for _ in range(2)])
+
+    def forward(self, obs: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
+        """[B, O], [B, A] -> [C, B]. Several actions per state: [B, O], [M, B, A] -> [C, M, B]."""
+        obs = obs.expand(*action.shape[:-1], -1)  # [M, B, O]: every action of row b meets obs b
+        x = torch.cat([obs, action], dim=-1)  # [M, B, O + A]
+        return torch.stack([member(x).squeeze(-1) for member in self.members])  # [C, M, B]
+
+
+def sample_actions(
+    mean: torch.Tensor,
+    log_std: torch.Tensor,
+    num_samples: int,
+    generator: torch.Generator,
+) -> torch.Tensor:
+    """a_1..a_M ~ pi(.|s), inside the box by construction. [B, A], [B, A] -> [M, B, A]"""
+    noise = torch.randn(num_samples, *mean.shape, device=mean.device, generator=generator)
+    return torch.tanh(mean + log_std.exp() * noise)
+
+
+def tanh_gaussian_log_prob(
+    mean: torch.Tensor, log_std: torch.Tensor, u: torch.Tensor
+) -> torch.Tensor:
+    """log pi(tanh(u)) = sum_d log N(u_d; mean_d, std_d) - log(1 - tanh(u_d)^2). [B, A] -> [B]"""
+    assert mean.shape == log_std.shape == u.shape
+    gaussian = -0.5 * ((u - mean) / log_std.exp()) ** 2 - log_std - 0.5 * math.log(2 * math.pi)
+    # log(1 - tanh(u)^2) = 2 (log 2 - u - softplus(-2u)), exact where 1 - tanh(u)^2 rounds to 0
+    log_det = 2 * (math.log(2) - u - nn.functional.softplus(-2 * u))
+    return (gaussian - log_det).sum(-1)  # [B]
+
+
+# ---- buffer
+
+
+class Buffer:
+    """The dataset as tensors on the device; a minibatch is drawn i.i.d. with one index call."""
+
+    def __init__(self, dataset: common.Dataset, device: torch.device):
+        fields = (dataset.obs, dataset.action, dataset.reward, dataset.next_obs, dataset.terminated)
+        self.fields = [field.to(device, torch.float32) for field in fields]
+        self.size, self.device = len(dataset), device
+
+    def sample(self, batch_size: int, generator: torch.Generator) -> list[torch.Tensor]:
+        index = torch.randint(self.size, (batch_size,), device=self.device, generator=generator)
+        return [field[index] for field in self.fields]
+
+
+# ---- losses
+
+
+def td_target(
+    reward: torch.Tensor, terminated: torch.Tensor, next_q: torch.Tensor, gamma: float
+) -> torch.Tensor:
+    """y = r + gamma (1 - terminated) min_i Q'_i(s', a'). [B], [B], [C, B] -> [B]
+
+    Truncation does not appear here: a truncated episode would have gone on, so it bootstraps.
+    """
+    assert reward.shape == terminated.shape == next_q.shape[1:]
+    return reward + gamma * (1 - terminated) * next_q.min(dim=0).values
+
+
+def td_loss(q: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """L_Q = sum_i mean_b (Q_i(s_b, a_b) - y_b)^2. [C, B], [B] -> scalar"""
+    assert q.shape[1:] == target.shape
+    return ((q - target) ** 2).mean(dim=1).sum()
+
+
+def crr_advantage(q: torch.Tensor, q_samples: torch.Tensor, advantage_type: str) -> torch.Tensor:
+    """A = Q(s, a) - mean_j Q(s, a_j)  or  - max_j Q(s, a_j). [B], [M, B] -> [B]"""
+    assert q.shape == q_samples.shape[1:]
+    baseline = q_samples.mean(dim=0) if advantage_type == "mean" else q_samples.max(dim=0).values
+    return q - baseline
+
+
+def crr_weight(
+    advantage: torch.Tensor, weight_type: str, beta: float, max_weight: float
+) -> torch.Tensor:
+    """f = 1[A > 0] (an action that is only as good as the baseline is not cloned), or
+    f = min(exp(A / beta), max_weight), clipped before exp so that it cannot overflow. [B] -> [B]"""
+    if weight_type == "binary":
+        return (advantage > 0).float()
+    return torch.exp((advantage / beta).clamp(max=math.log(max_weight)))
+
+
+def crr_loss(
+    log_prob: torch.Tensor,
+    advantage: torch.Tensor,
+    weight_type: str,
+    beta: float,
+    max_weight: float,
+) -> torch.Tensor:
+    """L_pi = -mean_b f(A_b) log pi(a_b|s_b). [B], [B] -> scalar
+
+    The mean is over all rows, not over the sum of weights: a binary batch may be all zeros.
+    """
+    assert log_prob.shape == advantage.shape and log_prob.dim() == 1
+    weight = crr_weight(advantage.detach(), weight_type, beta, max_weight)
+    return -(weight * log_prob).mean()
+
+
+@torch.no_grad()
+def update_target(target: nn.Module, network: nn.Module, tau: float) -> None:
+    """target <- (1 - tau) target + tau network, for all parameters in one call."""
+    torch._foreach_lerp_(list(target.parameters()), list(network.parameters()), tau)
+
+
+def lr_factor(step: int, total: int, schedule: str, warmup: int) -> float:
+    """What the learning rate is multiplied with at update `step` (1 is the first)."""
+    if step <= warmup:
+        return step / warmup
+    progress = (step - 1 - warmup) / max(1, total - warmup)  # 0 at first, just below 1 at the end
+    if schedule == "linear":
+        return 1 - progress
+    if schedule == "cosine":
+        return 0.5 * (1 + math.cos(math.pi * progress))
+    return 1.0
+
+
+# ---- checkpoint
+
+
+def save_checkpoint(path: str, checkpoint: dict) -> None:
+    """The file gets its name only when it is complete: a crash in the middle of a save leaves the
+    checkpoint before it as it was."""
+    temporary = f"{path}.tmp"
+    try:
+        with open(temporary, "wb") as file:
+            torch.save(checkpoint, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        os.remove(temporary)  # give a full disk its space back
+        raise
+
+
+def load_checkpoint(path: str) -> dict:
+    if not os.path.isfile(path):
+        raise InputError(f"there is no checkpoint {path}")
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        algo = checkpoint["algo"]
+    except Exception as error:  # torch raises many types for a file that it cannot read
+        reason = common.one_line(error)[:80]
+        raise InputError(f"{path} is not a complete checkpoint of ours ({reason})") from None
+    if algo != "crr":
+        raise InputError(f"{path} is a checkpoint of {algo}, not of crr")
+    return checkpoint
+
+
+def load_policy(path: str, **overrides) -> Callable[[np.ndarray], np.ndarray]:
+    """The policy of a checkpoint as a function [E, O] -> [E, A], both in the environment's units.
+    `overrides` are flags, for example device or num_cwp_samples."""
+    checkpoint = load_checkpoint(path)
+    args = replace(Args(**checkpoint["args"]), **overrides)
+    env, device = common.make_env(args.env_id), pick_device(args.device)
+    obs_dim, action_dim = check_spaces(env)
+    actor = Actor(obs_dim, action_dim, args.hidden_dim).to(device)
+    critic = TwinCritic(obs_dim, action_dim, args.hidden_dim).to(device)
+    actor.load_state_dict(checkpoint["actor"])
+    critic.load_state_dict(checkpoint["critic"])
+    obs_mean, obs_std = checkpoint["obs_mean"].to(device), checkpoint["obs_std"].to(device)
+    return make_policy(actor, critic, obs_mean, obs_std, env.action_space, args)
+
+
+def make_policy(
+    actor: Actor,
+    critic: TwinCritic,
+    obs_mean: torch.Tensor,
+    obs_std: torch.Tensor,
+    action_space: gym.spaces.Box,
+    args: Args,
+) -> Callable[[np.ndarray], np.ndarray]:
+    """What is evaluated: tanh(mean), or the critic-weighted policy with a generator of its own."""
+    generator = torch.Generator(obs_mean.device).manual_seed(args.eval_seed)
+
+    @torch.no_grad()
+    def policy(obs: np.ndarray) -> np.ndarray:
+        obs = torch.as_tensor(obs, dtype=torch.float32, device=obs_mean.device)  # [E, O]
+        obs = (obs - obs_mean) / obs_std
+        mean, log_std = actor(obs)
+        action = torch.tanh(mean)  # [E, A]
+        if args.num_cwp_samples > 0:
+            samples = sample_actions(mean, log_std, args.num_cwp_samples, generator)  # [K, E, A]
+            q = critic(obs, samples).mean(dim=0)  # [K, E]
+            prob = torch.softmax(q / args.beta, dim=0).T  # [E, K]
+            choice = torch.multinomial(prob, 1, generator=generator).squeeze(1)  # [E]
+            action = samples[choice, torch.arange(len(obs), device=obs.device)]  # [E, A]
+        return common.unnormalize_action(action.cpu().numpy(), action_space)
+
+    return policy
+
+
+# ---- training
+
+
+def pick_device(device: str) -> torch.device:
+    if device == "auto":
+        if torch.cuda.is_available():
+            device = "cuda"
+        else:
+            device = "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError):
+        raise InputError(f"device {device} is not available here; try --device cpu") from None
+
+
+def keep_freed_memory() -> None:
+    """glibc gives freed activations back to the OS and takes them again page by page. Keeping them
+    makes an update about a quarter faster (benchmark/NOTES.md); other systems need no such help."""
+    trim_threshold, mmap_threshold = -1, -3  # their numbers in malloc.h
+    if sys.platform == "linux" and hasattr(ctypes.CDLL(None), "mallopt"):
+        ctypes.CDLL(None).mallopt(mmap_threshold, 32 * 2**20)
+        ctypes.CDLL(None).mallopt(trim_threshold, 256 * 2**20)
+
+
+class Logger:
+    """metrics.csv and TensorBoard for the record; a progress bar, or plain lines, for the eye."""
+
+    def __init__(self, run_dir: str, step: int, seconds: float, total: int, quiet: bool):
+        from torch.utils.tensorboard import SummaryWriter  # slow to import
+
+        self.first_step, self.total, self.last_eval = step, total, math.nan
+        self.first_second, self.start = seconds, time.perf_counter() - seconds
+        self.quiet, self.bar = quiet, sys.stdout.isatty() and not quiet
+        path = os.path.join(run_dir, "metrics.csv")
+        rows = [["step", "seconds", "key", "value"]]
+        if step > 0 and os.path.exists(path):  # rows after the checkpoint will come once more
+            with open(path, newline="") as file:
+                rows += [
+                    row for row in csv.reader(file) if row[0].isdigit() and int(row[0]) <= step
+                ]
+        self.file = open(path, "w", newline="")  # noqa: SIM115
+        self.csv = csv.writer(self.file)
+        self.csv.writerows(rows)
+        self.tensorboard = SummaryWriter(run_dir, purge_step=step + 1 if step > 0 else None)
+
+    def seconds(self) -> float:
+        return time.perf_counter() - self.start
+
+    def speed(self, step: int) -> float:
+        return (step - self.first_step) / (self.seconds() - self.first_second)
+
+    def scalars(self, step: int, values: dict[str, float]) -> None:
+        for key, value in values.items():
+            self.csv.writerow([step, f"{self.seconds():.3f}", key, f"{value:.7g}"])
+            self.tensorboard.add_scalar(key, value, step)
+        self.file.flush()
+
+    def evaluation(self, step: int, returns: np.ndarray) -> None:
+        self.last_eval = returns.mean().item()
+        for name in ("mean", "std", "min", "max"):
+            self.scalars(step, {f"eval/return_{name}": getattr(returns, name)().item()})
+        self.line(
+            f"{step:>9,}/{self.total:,}  eval return {returns.mean():8.1f} +- {returns.std():.1f}"
+            f" ({len(returns)} episodes)  {self.seconds():.0f} s"
+        )
+
+    def progress(self, step: int) -> None:
+        if self.bar:
+            filled = "#" * (24 * step // self.total)
+            eta = time.strftime("%H:%M:%S", time.gmtime((self.total - step) / self.speed(step)))
+            bar = f"[{filled:.<24}] {step:,}/{self.total:,}  {self.speed(step):.0f}/s"
+            print(f"\r\033[K{bar}  eval {self.last_eval:.1f}  ETA {eta}", end="", flush=True)
+
+    def line(self, text: str) -> None:
+        if not self.quiet:
+            print("\r\033[K" + text if self.bar else text, flush=True)
+
+    def close(self) -> None:
+        self.file.close()
+        self.tensorboard.close()
+
+
+class StopSignal:
+    """Ctrl-C and SIGTERM are noted for the loop to see, so that they cannot tear an update apart.
+    A second one kills the run at once."""
+
+    def __enter__(self):
+        self.number = 0
+        in_main_thread = threading.current_thread() is threading.main_thread()  # Python's condition
+        numbers = (signal.SIGINT, signal.SIGTERM) if in_main_thread else ()
+        self.previous = {number: signal.signal(number, self.note) for number in numbers}
+        return self
+
+    def note(self, number: int, frame) -> None:
+        self.number = number
+        signal.signal(number, signal.SIG_DFL)
+
+    def __exit__(self, *error) -> None:
+        for number, handler in self.previous.items():
+            signal.signal(number, handler)
+
+
+RESUME_MAY_CHANGE = (
+    *("total_updates", "total_epochs", "eval_interval", "checkpoint_interval", "log_interval"),
+    *("target_return", "patience", "quiet", "resume"),
+)
+
+
+def check_resume(args: Args, saved: dict) -> None:
+    """A resumed run is the same run: its flags hold, except for budgets, intervals and stops."""
+    for name, value in asdict(args).items():
+        if value != saved[name] and name not in RESUME_MAY_CHANGE:
+            raise InputError(f"--resume keeps {name} = {saved[name]} of the run, got {value}")
+    if args.total_epochs is not None and args.total_updates != saved["total_updates"]:
+        raise InputError("this run is counted in epochs: give --total-epochs, not --total-updates")
+
+
+def train(args: Args) -> dict[str, float]:
+    # setup
+    check_args(args)
+    keep_freed_memory()
+    if args.torch_threads is not None:
+        torch.set_num_threads(args.torch_threads)
+    device = pick_device(args.device)
+    env = common.make_env(args.env_id)
+    obs_dim, action_dim = check_spaces(env)
+    run_name = (
+        f"crr__{args.env_id.replace('/', '-')}__{args.seed}__{time.strftime('%y%m%d-%H%M%S')}"
+    )
+    run_dir = args.resume or args.run_dir or os.path.join("runs", run_name)
+    checkpoint_path = os.path.join(run_dir, "checkpoint.pt")
+    if args.resume:
+        checkpoint = load_checkpoint(checkpoint_path)
+        check_resume(args, checkpoint["args"])
+    elif os.path.exists(checkpoint_path):
+        raise InputError(f"{run_dir} holds a run already: --resume it, or give another --run-dir")
+    torch.manual_seed(args.seed)  # for the initial weights
+    generator = torch.Generator(device).manual_seed(args.seed)  # for all else that training draws
+
+    # data
+    dataset = common.load_dataset(
+        args.dataset,
+        env,
+        args.seed,
+        args.reward_scale,
+        args.reward_shift,
+        args.normalize_reward,
+    )
+    fingerprint = dataset.fingerprint()
+    obs_mean, obs_std = dataset.obs.mean(0), dataset.obs.std(0) + 1e-3  # [O], [O]
+    dataset.obs.sub_(obs_mean).div_(obs_std)  # in place: a large dataset is held once
+    dataset.next_obs.sub_(obs_mean).div_(obs_std)
+    obs_mean, obs_std = obs_mean.to(device), obs_std.to(device)
+    buffer = Buffer(dataset, device)
+    total = args.total_updates
+    if args.total_epochs is not None:
+        total = args.total_epochs * math.ceil(len(dataset) / args.batch_size)
+
+    # networks
+    actor = Actor(obs_dim, action_dim, args.hidden_dim).to(device)
+    critic = TwinCritic(obs_dim, action_dim, args.hidden_dim).to(device)
+    target_actor, target_critic = deepcopy(actor), deepcopy(critic)
+    actor_opt = torch.optim.Adam(actor.parameters(), args.learning_rate, fused=True)
+    critic_opt = torch.optim.Adam(critic.parameters(), args.learning_rate, fused=True)
+    parts = {
+        **{"actor": actor, "target_actor": target_actor, "actor_opt": actor_opt},
+        **{"critic": critic, "target_critic": target_critic, "critic_opt": critic_opt},
+    }
+
+    # resume
+    step, seconds, best_return, evals_since_best = 0, 0.0, -math.inf, 0
+    if args.resume:
+        if checkpoint["fingerprint"] != fingerprint:
+            raise InputError(f"{dataset.source} is not the data that the run began with")
+        if checkpoint["step"] >= total:
+            raise InputError(
+                f"{run_dir} is at update {checkpoint['step']} already: raise its budget"
+            )
+        for name, part in parts.items():
+            part.load_state_dict(checkpoint[name])
+        generator.set_state(checkpoint["generator"])
+        step, seconds = checkpoint["step"], checkpoint["seconds"]
+        best_return, evals_since_best = checkpoint["best_return"], checkpoint["evals_since_best"]
+    args = replace(args, resume=None)
+    if args.compile:
+        for network in (actor, critic, target_actor, target_critic):
+            network.compile()
+
+    os.makedirs(run_dir, exist_ok=True)
+    with open(os.path.join(run_dir, "args.json"), "w") as file:
+        json.dump(asdict(args), file, indent=2)
+    logger = Logger(run_dir, step, seconds, total, args.quiet)
+    logger.line(
+        f"crr on {args.env_id}: {len(dataset):,} transitions of {dataset.source},"
+        f" {len(dataset.episode_returns)} episodes, return {dataset.episode_returns.mean():.1f}"
+        f"\nrun: {run_dir} on {device}"
+    )
+    if step == 0:
+        logger.scalars(0, {"stats/behaviour_return": dataset.episode_returns.mean()})
+        policy = make_policy(actor, critic, obs_mean, obs_std, env.action_space, args)
+        returns = common.evaluate(policy, args.env_id, args.eval_episodes, args.eval_seed)
+        logger.evaluation(0, returns)
+
+    # loop
+    stop_reason = ""
+    with StopSignal() as stop_signal:
+        while not stop_reason:
+            step += 1
+            for opt in (actor_opt, critic_opt):
+                factor = lr_factor(step, total, args.lr_schedule, args.warmup_updates)
+                opt.param_groups[0]["lr"] = args.learning_rate * factor
+
+            # 1. sample a minibatch
+            obs, action, reward, next_obs, terminated = buffer.sample(args.batch_size, generator)
+
+            # 2. critics: both regress on one target, made by the target networks
+            with torch.no_grad():
+                next_action = sample_actions(*target_actor(next_obs), 1, generator)[0]  # [B, A]
+                next_q = target_critic(next_obs, next_action)  # [C, B]
+                target = td_target(reward, terminated, next_q, args.gamma)  # [B]
+            critic_loss = td_loss(critic(obs, action), target)
+            critic_opt.zero_grad()
+            critic_loss.backward()
+            critic_opt.step()
+
+            # 3. actor: clone the actions that the critic finds better than the policy's own
+            mean, log_std = actor(obs)  # [B, A], [B, A]
+            with torch.no_grad():
+                samples = sample_actions(mean, log_std, args.num_action_samples, generator)
+                candidates = torch.cat([action[None], samples])  # [1 + M, B, A]
+                q = critic(obs, candidates).mean(dim=0)  # [1 + M, B]
+                advantage = crr_advantage(q[0], q[1:], args.advantage_type)  # [B]
+            u = torch.atanh(action.clamp(-1 + args.action_clip, 1 - args.action_clip))  # [B, A]
+            log_prob = tanh_gaussian_log_prob(mean, log_std, u)  # [B]
+            actor_loss = crr_loss(log_prob, advantage, args.weight_type, args.beta, args.max_weight)
+            actor_opt.zero_grad()
+            actor_loss.backward()
+            actor_opt.step()
+
+            # 4. targets follow
+            if step % args.target_interval == 0:
+                update_target(target_actor, actor, args.tau)
+                update_target(target_critic, critic, args.tau)
+
+            # 5. log, evaluate, stop, save
+            if step % args.log_interval == 0:
+                weight = crr_weight(advantage, args.weight_type, args.beta, args.max_weight)
+                logger.progress(step)
+                logger.scalars(
+                    step,
+                    {
+                        "charts/updates_per_second": logger.speed(step),
+                        "charts/learning_rate": actor_opt.param_groups[0]["lr"],
+                        "losses/critic": critic_loss.item(),
+                        "losses/actor": actor_loss.item(),
+                        "stats/q_mean": q[0].mean().item(),
+                        "stats/q_max": q.max().item(),
+                        "stats/advantage_mean": advantage.mean().item(),
+                        "stats/advantage_std": advantage.std().item(),
+                        "stats/advantage_positive": (advantage > 0).float().mean().item(),
+                        "stats/weight_mean": weight.mean().item(),
+                        "stats/weight_max": weight.max().item(),
+                        "stats/log_prob": log_prob.mean().item(),
+                        "stats/policy_std": log_std.exp().mean().item(),
+                    },
+                )
+            is_best = False
+            if step == total:
+                stop_reason = "the budget is spent"
+            if step % args.eval_interval == 0 or step == total:
+                policy = make_policy(actor, critic, obs_mean, obs_std, env.action_space, args)
+                returns = common.evaluate(policy, args.env_id, args.eval_episodes, args.eval_seed)
+                logger.evaluation(step, returns)
+                is_best = returns.mean() > best_return
+                evals_since_best = 0 if is_best else evals_since_best + 1
+                best_return = max(best_return, returns.mean().item())
+                if args.target_return is not None and returns.mean() >= args.target_return:
+                    stop_reason = f"an evaluation reached the target of {args.target_return}"
+                elif args.patience is not None and evals_since_best >= args.patience:
+                    stop_reason = f"the last {args.patience} evaluations were not better"
+            if stop_signal.number:
+                stop_reason = f"{signal.Signals(stop_signal.number).name} was received"
+            is_due = step % args.checkpoint_interval == 0 or stop_reason
+            if is_best or is_due:
+                checkpoint = {
+                    "algo": "crr",
+                    "args": asdict(args),
+                    "step": step,
+                    "seconds": logger.seconds(),
+                    "best_return": best_return,
+                    "evals_since_best": evals_since_best,
+                    "fingerprint": fingerprint,
+                    "generator": generator.get_state(),
+                    "obs_mean": obs_mean,
+                    "obs_std": obs_std,
+                    **{name: part.state_dict() for name, part in parts.items()},
+                }
+            if is_best:
+                save_checkpoint(os.path.join(run_dir, "best.pt"), checkpoint)
+            if is_due:
+                save_checkpoint(checkpoint_path, checkpoint)
+
+    logger.line(
+        f"stopped at update {step:,}: {stop_reason}. Best evaluation {best_return:.1f}."
+        f"\nresume: python {sys.argv[0]} --resume {run_dir}"
+        f"\nevaluate: python {sys.argv[0]} --evaluate {os.path.join(run_dir, 'best.pt')}"
+    )
+    logger.close()
+    return {
+        "step": step,
+        "eval/return_mean": logger.last_eval,
+        "eval/best_return": best_return,
+        "signal": stop_signal.number,
+    }
+
+
+def evaluate_checkpoint(args: Args) -> dict[str, float]:
+    """--evaluate: the checkpoint's policy on fresh episodes, which can be recorded and filmed."""
+    check_args(args)
+    env_id = load_checkpoint(args.evaluate)["args"]["env_id"]
+    if env_id != args.env_id:
+        raise InputError(f"{args.evaluate} was trained on {env_id}, not on {args.env_id}")
+    overrides = {name: getattr(args, name) for name in ("device", "num_cwp_samples", "eval_seed")}
+    policy = load_policy(args.evaluate, **overrides)
+    if args.record:
+        returns = common.record(policy, env_id, args.eval_episodes, args.eval_seed, args.record)
+    else:
+        returns = common.evaluate(policy, env_id, args.eval_episodes, args.eval_seed)
+    if not args.quiet:
+        print(
+            f"{args.evaluate}: return mean {returns.mean():.1f} std {returns.std():.1f}"
+            f" min {returns.min():.1f} max {returns.max():.1f} over {len(returns)} episodes"
+        )
+    if args.capture_video:
+        folder = os.path.join(os.path.dirname(args.evaluate), "videos")
+        print(common.capture_video(policy, env_id, args.eval_seed, folder))
+    return {"eval/return_mean": returns.mean().item(), "signal": 0}
+
+
+def parse_args() -> Args:
+    """Beside --resume or --evaluate, the flags of that run are the defaults."""
+    args = tyro.cli(Args)
+    if args.resume or args.evaluate:
+        saved = load_checkpoint(args.evaluate or os.path.join(args.resume, "checkpoint.pt"))["args"]
+        modes = {"resume": args.resume, "evaluate": args.evaluate}
+        args = tyro.cli(Args, default=Args(**saved | modes))
+    return args
+
+
+if __name__ == "__main__":
+    try:
+        args = parse_args()
+        result = evaluate_checkpoint(args) if args.evaluate else train(args)
+    except InputError as error:
+        print(f"crr: {error}", file=sys.stderr)
+        sys.exit(2)
+    except OSError as error:
+        print(f"crr: cannot write or read: {error}", file=sys.stderr)
+        sys.exit(1)
+    sys.exit(128 + result["signal"] if result["signal"] else 0)

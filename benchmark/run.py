@@ -1,0 +1,208 @@
+"""Run the benchmark: every row of TABLE, for several seeds, several runs at once.
+
+    python benchmark/run.py                       everything that is not done yet
+    python benchmark/run.py --only crr --seeds 2  rows whose name contains "crr", two seeds each
+    python benchmark/run.py --quick               every row for a few updates: does it still work?
+
+A run is a subprocess of the plain script. One that is done is skipped, one that was interrupted
+goes on from its checkpoint, one that fails is reported with its last lines while the others go on
+(the exit code is then 1). Runs live in runs/benchmark/<row>/<seed>/. When one is done, its
+evaluations are copied to benchmark/results/<row>/<seed>/, small and committed, for report.py.
+
+On a SLURM cluster, one array job does the same, one task per seed:
+    sbatch --array=1-5 --wrap 'python benchmark/run.py --jobs 1 --seed $SLURM_ARRAY_TASK_ID'
+"""
+
+import csv
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # for common.py
+
+
+@dataclass(frozen=True)
+class Row:
+    algo: str
+    env_id: str
+    dataset: str
+    variant: str  # "bc" is what report.py puts into the column of that name
+    flags: str
+    minutes: float  # of one run, on one core of a laptop
+
+    @property
+    def name(self) -> str:
+        dataset = "shipped" if self.dataset == "auto" else self.dataset.replace(":", "-")
+        return f"{self.algo}__{self.env_id}__{dataset}__{self.variant}"
+
+
+CRR_VARIANTS = {
+    "mean-binary": "--advantage-type mean --weight-type binary",
+    "max-binary": "--advantage-type max --weight-type binary",
+    "mean-exp": "--advantage-type mean --weight-type exp",
+    "max-exp": "--advantage-type max --weight-type exp",
+    "bc": "--weight-type exp --beta inf",
+}
+TABLE = [
+    Row("crr", "Pendulum-v1", dataset, variant, f"{flags} --total-updates {total_updates}", minutes)
+    for dataset, total_updates, minutes in (("random:100000", 10_000, 3.0), ("auto", 5_000, 1.5))
+    for variant, flags in CRR_VARIANTS.items()
+]
+EVALUATION = "--eval-episodes 50"
+QUICK = "--total-updates 200 --eval-interval 100 --eval-episodes 2 --hidden-dim 32"
+RANDOM_EPISODES = 50  # of the uniform random policy, the zero of every table
+
+
+@dataclass
+class Options:
+    only: str = ""  # rows whose name contains this
+    seeds: int = 5  # seeds 1..N of every row
+    seed: int | None = None  # this seed alone
+    jobs: int = 2  # runs at once
+    quick: bool = False  # a few updates of every row, one seed, kept out of the results
+    results: Path = ROOT / "benchmark" / "results"  # where finished runs are copied to
+    runs: Path = ROOT / "runs" / "benchmark"  # where runs live
+
+
+@dataclass
+class Run:
+    row: Row
+    seed: int
+    run_dir: Path
+    result_dir: Path
+    process: subprocess.Popen | None = None
+
+    def command(self, options: Options) -> list[str]:
+        script = [sys.executable, str(ROOT / "algos" / f"{self.row.algo}.py"), "--quiet"]
+        if (self.run_dir / "checkpoint.pt").exists():
+            return [*script, "--resume", os.path.relpath(self.run_dir, ROOT)]
+        threads = max(1, (os.cpu_count() or 1) // options.jobs)
+        flags = f"{self.row.flags} {EVALUATION} {QUICK if options.quick else ''}".split()
+        identity = ["--env-id", self.row.env_id, "--dataset", self.row.dataset]
+        place = ["--seed", str(self.seed), "--run-dir", os.path.relpath(self.run_dir, ROOT)]
+        return [*script, *identity, *place, "--torch-threads", str(threads), *flags]
+
+    def start(self, options: Options) -> None:
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        with open(self.run_dir / "output.txt", "w") as log:
+            command = self.command(options)
+            self.process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+
+    def is_finished(self) -> bool:
+        """Its last evaluation is that of its last update."""
+        if not (self.run_dir / "metrics.csv").exists():
+            return False
+        args = json.loads((self.run_dir / "args.json").read_text())
+        steps = [int(row["step"]) for row in evaluations(self.run_dir / "metrics.csv")]
+        return max(steps, default=0) >= args["total_updates"]
+
+    def publish(self) -> None:
+        rows = evaluations(self.run_dir / "metrics.csv")
+        write_metrics(self.result_dir, rows)
+        shutil.copy(self.run_dir / "args.json", self.result_dir)
+
+
+def evaluations(path: Path) -> list[dict[str, str]]:
+    """The rows of a metrics.csv that a report needs: returns, and what the data was worth."""
+    with open(path, newline="") as file:
+        rows = list(csv.DictReader(file))
+    return [row for row in rows if row["key"].startswith(("eval/", "stats/behaviour"))]
+
+
+def write_metrics(folder: Path, rows: list[dict]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "metrics.csv.tmp", "w", newline="") as file:
+        writer = csv.DictWriter(file, ["step", "seconds", "key", "value"])
+        writer.writeheader()
+        writer.writerows(rows)
+    (folder / "metrics.csv.tmp").rename(folder / "metrics.csv")
+
+
+def evaluate_random_policy(env_id: str, results: Path) -> None:
+    """The random column of every table."""
+    import common  # imports torch, which takes seconds
+
+    folder = results / f"random__{env_id}" / "1"
+    if (folder / "metrics.csv").exists():
+        return
+    space = common.make_env(env_id).action_space
+    space.seed(0)
+    returns = common.evaluate(
+        lambda obs: [space.sample() for _ in obs], env_id, RANDOM_EPISODES, seed=10_000
+    )
+    value = {"step": 0, "seconds": 0, "key": "eval/return_mean", "value": f"{returns.mean():.7g}"}
+    write_metrics(folder, [value])
+
+
+def clock(seconds: float) -> str:
+    return f"{int(seconds) // 3600}:{int(seconds) // 60 % 60:02}:{int(seconds) % 60:02}"
+
+
+def main(options: Options) -> int:
+    if options.quick:
+        options.runs, options.results = options.runs / "quick", options.runs / "quick-results"
+        shutil.rmtree(options.runs, ignore_errors=True)
+        shutil.rmtree(options.results, ignore_errors=True)
+    rows = [row for row in TABLE if options.only in row.name]
+    seeds = range(1, 2 if options.quick else options.seeds + 1)
+    seeds = seeds if options.seed is None else [options.seed]
+    runs = [
+        Run(row, seed, options.runs / row.name / str(seed), options.results / row.name / str(seed))
+        for seed in seeds
+        for row in rows
+    ]
+    waiting = [run for run in runs if not (run.result_dir / "metrics.csv").exists()]
+    print(f"{len(runs) - len(waiting)} of {len(runs)} runs are done, {len(waiting)} to go")
+    for env_id in {row.env_id for row in rows}:
+        evaluate_random_policy(env_id, options.results)
+
+    running: list[Run] = []
+    failed: list[Run] = []
+    num_waiting, start, num_done = len(waiting), time.time(), 0
+    try:
+        while waiting or running:
+            while waiting and len(running) < options.jobs:
+                run = waiting.pop(0)
+                if run.is_finished():  # it ended, but we were killed before it was copied
+                    run.publish()
+                    num_done += 1
+                    continue
+                run.start(options)
+                running.append(run)
+            for run in [run for run in running if run.process.poll() is not None]:
+                running.remove(run)
+                num_done += 1
+                eta = (time.time() - start) / num_done * (num_waiting - num_done)
+                status = (
+                    f"[{num_done}/{num_waiting}, ETA {clock(eta)}] {run.row.name} seed {run.seed}"
+                )
+                if run.process.returncode == 0:
+                    run.publish()
+                    print(f"{status}: done", flush=True)
+                else:
+                    failed.append(run)
+                    last_lines = (run.run_dir / "output.txt").read_text().splitlines()[-5:]
+                    print(f"{status}: FAILED", *last_lines, sep="\n    ", flush=True)
+            time.sleep(0.2)
+    except KeyboardInterrupt:
+        for run in running:  # each saves a checkpoint on its way out
+            run.process.terminate()
+        for run in running:
+            run.process.wait()
+        print("interrupted: the same command goes on from the checkpoints")
+        return 130
+    if failed:
+        print(f"{len(failed)} failed:", *[f"{run.row.name} seed {run.seed}" for run in failed])
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(tyro.cli(Options, description=__doc__)))
