@@ -49,24 +49,25 @@ class InputError(Exception):
 def make_env(env_id: str, **kwargs) -> gym.Env:
     try:
         return gym.make(env_id, **kwargs)
-    except (gym.error.Error, ImportError) as error:
+    except (gym.error.Error, ImportError, TypeError, ValueError) as error:
         raise InputError(f"cannot make the environment {env_id}: {one_line(error)}") from None
 
 
-def one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+def one_line(message: object) -> str:
+    return " ".join(str(message).split())
 
 
 def normalize_action(action: np.ndarray, space: gym.spaces.Box) -> np.ndarray:
     """From the units of the environment to [-1, 1]: the only actions that networks ever see."""
     center, half_range = (space.high + space.low) / 2, (space.high - space.low) / 2
-    return ((action - center) / half_range).astype(np.float32)
+    return np.clip((action - center) / half_range, -1, 1).astype(np.float32)  # against rounding
 
 
 def unnormalize_action(action: np.ndarray, space: gym.spaces.Box) -> np.ndarray:
-    """From [-1, 1] to the units of the environment. The clip removes rounding, nothing else."""
+    """From [-1, 1] to the units of the environment."""
     center, half_range = (space.high + space.low) / 2, (space.high - space.low) / 2
-    return np.clip(center + half_range * action, space.low, space.high).astype(space.dtype)
+    action = np.clip(center + half_range * action, space.low, space.high)  # against rounding
+    return action.astype(space.dtype)
 
 
 # ---- datasets
@@ -91,8 +92,8 @@ class Dataset:
     def fingerprint(self) -> int:
         """Differs if the data differ: a resumed run must go on with what it began with."""
         checksum = 0
-        for field in (self.obs, self.action, self.reward, self.next_obs, self.terminated):
-            checksum = zlib.crc32(field.numpy(), checksum)
+        for name in NAMES:
+            checksum = zlib.crc32(getattr(self, name).numpy(), checksum)
         return checksum
 
 
@@ -113,19 +114,25 @@ def load_dataset(
         shipped = SHIPPED / f"{env.spec.id}.npz"
         spec = str(shipped) if shipped.is_file() else "random"
 
-    if spec == "random" or spec.startswith("random:"):
-        num_steps = spec.removeprefix("random").removeprefix(":") or str(RANDOM_STEPS)
+    if spec == "random":
+        spec = f"random:{RANDOM_STEPS}"
+
+    if spec.startswith("random:"):
+        num_steps = spec.removeprefix("random:")
         if not num_steps.isdecimal() or int(num_steps) == 0:
             raise InputError(f"dataset {spec}: write random:N with N a number of steps above 0")
-        fields, source = random_steps(env, int(num_steps), seed), f"random:{num_steps}"
+        fields = random_steps(env, int(num_steps), seed)
     elif spec.startswith("minari:"):
-        fields, source = read_minari(spec.removeprefix("minari:")), spec
+        fields = read_minari(spec.removeprefix("minari:"))
     elif spec.endswith(".npz"):
-        fields, source = read_npz(spec), spec
+        fields = read_npz(spec)
     else:
         raise InputError(f"dataset {spec}: expected auto, random, random:N, PATH.npz or minari:ID")
 
-    fields = validate(fields, env, source)
+    try:
+        fields = validate(fields, env)
+    except InputError as error:
+        raise InputError(f"dataset {spec}: {error}") from None
     done = fields["terminated"] | fields["truncated"]
     first_row = np.flatnonzero(np.concatenate([[True], done[:-1]]))  # of each episode
     episode_returns = np.add.reduceat(fields["reward"].astype(np.float64), first_row)
@@ -133,16 +140,14 @@ def load_dataset(
     if normalize_reward:
         span = episode_returns.max() - episode_returns.min()
         if span == 0:
-            raise InputError(
-                f"dataset {source}: all episodes have the same return; cannot normalise"
-            )
+            raise InputError(f"dataset {spec}: all episodes have the same return: do not normalise")
         reward_scale = reward_scale * 1000 / span
     fields["reward"] = (reward_scale * fields["reward"] + reward_shift).astype(np.float32)
     if isinstance(env.action_space, gym.spaces.Box):
         fields["action"] = normalize_action(fields["action"], env.action_space)
 
     tensors = {name: torch.from_numpy(field) for name, field in fields.items()}
-    return Dataset(**tensors, episode_returns=episode_returns, source=source)
+    return Dataset(**tensors, episode_returns=episode_returns, source=spec)
 
 
 def random_steps(env: gym.Env, num_steps: int, seed: int) -> dict[str, np.ndarray]:
@@ -194,6 +199,9 @@ def read_npz(path: str) -> dict[str, np.ndarray]:
     for name in ("obs", "action", "reward", "terminated"):
         if name not in fields:
             raise InputError(f"dataset {path} has no array '{NAMES[name][0]}' (it has: {found})")
+    for name, field in fields.items():
+        if np.ndim(field) == 0:  # a single number, or a member of the zip that is no array
+            raise InputError(f"dataset {path}: {NAMES[name][0]} is not an array of rows")
     return fields
 
 
@@ -206,8 +214,9 @@ def read_minari(dataset_id: str) -> dict[str, np.ndarray]:
         episodes = list(minari.load_dataset(dataset_id, download=True).iterate_episodes())
     except Exception as error:  # a missing id, no network, a missing extra: many types, one meaning
         raise InputError(f"cannot load minari:{dataset_id}: {one_line(error)}") from None
-    if not episodes or not isinstance(episodes[0].observations, np.ndarray):
-        raise InputError(f"minari:{dataset_id}: observations must be plain arrays, not dicts")
+    arrays = [array for episode in episodes for array in (episode.observations, episode.actions)]
+    if not arrays or not all(isinstance(array, np.ndarray) for array in arrays):
+        raise InputError(f"minari:{dataset_id}: observations and actions must be plain arrays")
     return {  # an episode of T steps has T + 1 observations: the last one is a true successor, too
         "obs": np.concatenate([episode.observations[:-1] for episode in episodes]),
         "action": np.concatenate([episode.actions for episode in episodes]),
@@ -223,130 +232,112 @@ def cut_at_end(truncated: np.ndarray) -> np.ndarray:
     return np.append(truncated[:-1], True)
 
 
-def validate(fields: dict[str, np.ndarray], env: gym.Env, source: str) -> dict[str, np.ndarray]:
+def validate(fields: dict[str, np.ndarray], env: gym.Env) -> dict[str, np.ndarray]:
     """One clear line for whatever is wrong; else the fields in our own layout, shapes and types."""
+    obs_space, action_space = env.observation_space, env.action_space
+    row_shapes = {"obs": obs_space.shape, "next_obs": obs_space.shape, "action": action_space.shape}
     num_rows = len(fields["action"])
     if num_rows == 0:
-        raise InputError(f"dataset {source} has no rows")
+        raise InputError("it has no rows")
+
     for name, field in fields.items():
         if field.dtype.kind not in "fiub":
-            raise InputError(f"dataset {source}: {name} holds {field.dtype}, not numbers")
+            raise InputError(f"{name} holds {field.dtype}, not numbers")
+        if len(field) != num_rows and (name != "obs" or "next_obs" in fields):
+            raise InputError(f"{name} has {len(field)} rows, action has {num_rows}")
+        # [N, 1] where [N] is meant, or the reverse, is common and harmless
+        shape, expected = field.shape[1:], row_shapes.get(name, ())
+        if shape != expected and {shape, expected} != {(), (1,)}:
+            raise InputError(f"a row of {name} has shape {shape}, the environment's has {expected}")
+        field = fields[name] = field.reshape(len(field), *expected)
+        finite = (np.abs(field) <= np.finfo(np.float32).max).all(axis=tuple(range(1, field.ndim)))
+        if not finite.all():
+            raise InputError(f"{name} is not finite in row {finite.argmin()}")
 
-    # flags: terminated wins if both are set; the end of the file is a cut, too
-    for name in ("reward", "terminated", "truncated"):
-        if name in fields:
-            check_shape(fields, name, (num_rows,), source)
+    action = fields["action"]
+    if isinstance(action_space, gym.spaces.Box):
+        low, high, action_dtype = action_space.low, action_space.high, np.float32
+        slack = 1e-4 * (high - low)  # float32 rounding of someone else's scaling
+        inside = ((action >= low - slack) & (action <= high + slack)).all(axis=1)
+        action = action.clip(low, high)
+        allowed = f"the box {low} to {high}"
+    else:
+        first, last, action_dtype = action_space.start, action_space.start + action_space.n - 1, int
+        inside = (action >= first) & (action <= last) & (action == np.round(action))
+        allowed = f"{first} to {last}"
+    if not inside.all():
+        row = inside.argmin()
+        message = (
+            f"action {fields['action'][row]} in row {row} is not in {allowed} of {env.spec.id}"
+        )
+        raise InputError(one_line(f"{message} (actions are in the environment's own units)"))
+    obs_dtype = np.uint8 if obs_space.dtype == np.uint8 else np.float32
+    if obs_dtype == np.uint8 and fields["obs"].dtype != np.uint8:
+        raise InputError(f"obs holds {fields['obs'].dtype}, the environment's are uint8")
+
+    # episodes: terminated wins if both flags are set; the end of the file is a cut, too
     terminated = fields["terminated"].astype(bool)
+    truncated = np.zeros(num_rows, dtype=bool)
     if "truncated" in fields:
         truncated = fields["truncated"].astype(bool)
-    elif "next_obs" in fields and len(fields["obs"]) == len(fields["next_obs"]) == num_rows:
-        truncated = np.append(row_differs(fields["obs"][1:], fields["next_obs"][:-1]), True)
-    else:
-        truncated = np.zeros(num_rows, dtype=bool)
+    elif (
+        "next_obs" in fields
+    ):  # then a row that does not start where the last one ended is a new one
+        truncated[:-1] = row_differs(fields["obs"][1:], fields["next_obs"][:-1])
     truncated = cut_at_end(truncated) & ~terminated
-    fields |= {"terminated": terminated, "truncated": truncated}
+
+    fields |= {"action": action, "terminated": terminated, "truncated": truncated}
     if "next_obs" not in fields:
-        fields = add_next_obs(fields, source)
-        num_rows = len(fields["action"])
-
-    # shapes and types, against the spaces
-    obs_space, action_space = env.observation_space, env.action_space
-    obs_dtype = np.uint8 if obs_space.dtype == np.uint8 else np.float32
-    for name, space, dtype in (
-        ("obs", obs_space, obs_dtype),
-        ("next_obs", obs_space, obs_dtype),
-        ("action", action_space, np.float32),
-    ):
-        if isinstance(space, gym.spaces.Discrete):
-            dtype = np.int64
-        check_shape(fields, name, (num_rows, *space.shape), source)
+        fields = add_next_obs(fields)
+    dtypes = {"obs": obs_dtype, "next_obs": obs_dtype, "reward": np.float32, "action": action_dtype}
+    for name, dtype in dtypes.items():
         fields[name] = np.ascontiguousarray(fields[name], dtype=dtype)
-    fields["reward"] = np.ascontiguousarray(fields["reward"], dtype=np.float32)
 
-    # values
-    for name in ("obs", "action", "reward", "next_obs"):
-        bad = ~np.isfinite(fields[name]).reshape(num_rows, -1).all(axis=1)
-        if bad.any():
-            raise InputError(f"dataset {source}: {name} is not finite in row {bad.argmax()}")
-    if isinstance(action_space, gym.spaces.Box):
-        low, high = action_space.low, action_space.high
-        slack = 1e-4 * (high - low)  # float32 rounding of someone else's scaling
-        outside = (fields["action"] < low - slack) | (fields["action"] > high + slack)
-        box = f"outside the box [{low.min()}, {high.max()}]"
-        fields["action"] = fields["action"].clip(low, high)
-    else:
-        outside = (fields["action"] < action_space.start) | (
-            fields["action"] >= action_space.start + action_space.n
-        )
-        box = f"not one of the {action_space.n} actions"
-    outside = outside.reshape(num_rows, -1).any(axis=1)
-    if outside.any():
-        raise InputError(
-            f"dataset {source}: action is {box} of {env.spec.id} in row {outside.argmax()}"
-            " (actions are in the environment's own units)"
-        )
-
-    # inside an episode, each row must start where the one before it ended
     done = fields["terminated"] | fields["truncated"]
     broken = row_differs(fields["obs"][1:], fields["next_obs"][:-1]) & ~done[:-1]
     if broken.any():
         raise InputError(
-            f"dataset {source}: next_obs of row {broken.argmax()} is not obs of the next row, yet"
-            " neither flag ends the episode there"
+            f"next_obs of row {broken.argmax()} is not obs of the next row, yet neither flag ends"
+            " the episode there"
         )
     return {name: fields[name] for name in NAMES}
 
 
-def check_shape(fields: dict, name: str, shape: tuple[int, ...], source: str) -> None:
-    """[N, 1] where [N] is meant (or the reverse) is common and harmless; all else is refused."""
-    field = fields[name]
-    if len(field) != shape[0]:
-        raise InputError(f"dataset {source}: {name} has {len(field)} rows, action has {shape[0]}")
-    if field.shape != shape and {field.shape, shape} != {shape[:1], (shape[0], 1)}:
-        raise InputError(
-            f"dataset {source}: a row of {name} has shape {field.shape[1:]}, the environment's has"
-            f" {shape[1:]}"
-        )
-    fields[name] = field.reshape(shape)
-
-
 def row_differs(left: np.ndarray, right: np.ndarray) -> np.ndarray:
     """[K, O], [K, O] -> [K] bool. Exact comparison first: it needs no large temporaries."""
-    differs = (left != right).reshape(len(left), -1).any(axis=1)
-    rows = np.flatnonzero(differs)
-    close = np.isclose(left[rows], right[rows], rtol=1e-4, atol=1e-5)
-    differs[rows] = ~close.reshape(len(rows), -1).all(axis=1)
+    inner_axes = tuple(range(1, left.ndim))
+    differs = (left != right).any(axis=inner_axes)
+    close = np.isclose(left[differs], right[differs], rtol=1e-4, atol=1e-5)
+    differs[differs] = ~close.all(axis=inner_axes)
     return differs
 
 
-def add_next_obs(fields: dict[str, np.ndarray], source: str) -> dict[str, np.ndarray]:
+def add_next_obs(fields: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Two layouts leave next_obs out.
 
     Minari-like: an episode of T steps has T + 1 observations, so nothing is missing.
     D4RL-like: as many observations as actions. The successor of an episode's last step was not
     stored. A terminated row never looks at it; a truncated one would, so that row is dropped.
     """
-    obs, num_rows = fields["obs"], len(fields["action"])
-    last_row = np.flatnonzero(fields["terminated"] | fields["truncated"])
+    obs, terminated, truncated = fields["obs"], fields["terminated"], fields["truncated"]
+    num_rows = len(terminated)
+    last_row = np.flatnonzero(terminated | truncated)  # of each episode
     if len(obs) == num_rows + len(last_row):
-        final_obs = last_row + 1 + np.arange(len(last_row))  # its position among the T + 1
         keep = np.ones(len(obs), dtype=bool)
-        keep[final_obs] = False
+        keep[last_row + 1 + np.arange(len(last_row))] = False  # the final observations
         return fields | {"obs": obs[keep], "next_obs": obs[np.flatnonzero(keep) + 1]}
-    if len(obs) == num_rows:
-        keep = ~fields["truncated"]
-        cut_before = np.append(fields["truncated"][1:], False) & keep & ~fields["terminated"]
-        fields = fields | {
-            "next_obs": np.append(obs[1:], obs[-1:], axis=0),
-            "truncated": cut_before,
-        }
-        if not keep.any():
-            raise InputError(f"dataset {source} has no next_observations and no episode of 2 steps")
-        return {name: field[keep] for name, field in fields.items()}
-    raise InputError(
-        f"dataset {source}: obs has {len(obs)} rows, action has {num_rows}; expected {num_rows}, or"
-        f" {num_rows + len(last_row)} with the final observation of each episode"
-    )
+    if len(obs) != num_rows:
+        raise InputError(
+            f"obs has {len(obs)} rows, action has {num_rows}; expected {num_rows}, or"
+            f" {num_rows + len(last_row)} with the final observation of each episode"
+        )
+    keep = ~truncated
+    if not keep.any():
+        raise InputError("it has no next_observations and no episode of 2 steps")
+    next_obs = np.append(obs[1:], obs[-1:], axis=0)
+    cut_before = np.append(truncated[1:], False) & ~terminated
+    fields = fields | {"next_obs": next_obs, "truncated": cut_before}
+    return {name: field[keep] for name, field in fields.items()}
 
 
 def returns_to_go(
@@ -388,7 +379,7 @@ def evaluate(
     returns = np.zeros(episodes)
     running = np.ones(episodes, dtype=bool)
     while running.any():
-        action = policy(obs)  # [E, A]
+        action = np.array(policy(obs))  # [E, A], a copy: obs changes below
         for i in np.flatnonzero(running):
             next_obs, reward, terminated, truncated, _ = envs[i].step(action[i])
             if rows is not None:
@@ -403,6 +394,7 @@ def evaluate(
 
 def record(policy: Policy, env_id: str, episodes: int, seed: int, path: str) -> np.ndarray:
     """evaluate(), with every step saved in our npz layout: a dataset for any offline algorithm."""
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     rows = [[] for _ in range(episodes)]
     returns = evaluate(policy, env_id, episodes, seed, rows)
     columns = zip(*[row for episode in rows for row in episode])

@@ -49,7 +49,8 @@ import time
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
-from typing import Literal
+from functools import partial
+from typing import BinaryIO, Literal
 
 import tyro
 
@@ -87,16 +88,14 @@ class Args:
     quiet: bool = False  # print nothing but errors
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # auto takes a GPU if there is one
     torch_threads: int | None = None  # CPU threads [all cores]
-    compile: bool = False  # torch.compile the networks: slow to start, then faster
+    compile: bool = False  # torch.compile the networks: pays on a GPU, hardly on a CPU
     # CRR only
     advantage_type: Literal["mean", "max"] = "mean"  # baseline over the sampled actions' values
     weight_type: Literal["binary", "exp"] = "binary"  # f = 1[A > 0] or exp(A / beta)
     beta: float = 1.0  # temperature of exp weights and of CWP; inf: behaviour cloning
     max_weight: float = 20.0  # upper clip of exp weights
     num_action_samples: int = 4  # M, actions of the policy that the baseline is made of
-    num_cwp_samples: int = (
-        0  # evaluation draws among this many actions by softmax(Q / beta); 0: off
-    )
+    num_cwp_samples: int = 0  # K > 0: evaluation draws one of K actions with softmax(Q / beta)
     action_clip: float = 1e-3  # data actions are kept this far from +-1, where log pi is infinite
     tau: float = 0.005  # how far the targets move towards the networks; 1: hard copy
     target_interval: int = 1  # updates between target updates
@@ -114,18 +113,16 @@ sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."
 import common
 from common import InputError
 
+ALGO = "crr"
+
 
 def check_args(args: Args) -> None:
     """Refuse what would waste a run, before it begins."""
-    positive = (
-        *("total_updates", "total_epochs", "batch_size", "reward_scale", "learning_rate"),
-        *("hidden_dim", "eval_interval", "eval_episodes", "patience", "checkpoint_interval"),
-        *("log_interval", "torch_threads", "beta", "max_weight", "num_action_samples"),
-        "target_interval",
-    )
-    rules = [
-        (name, "> 0", getattr(args, name) is None or getattr(args, name) > 0) for name in positive
-    ]
+    positive = "total_updates total_epochs batch_size reward_scale learning_rate hidden_dim "
+    positive += "eval_interval eval_episodes patience checkpoint_interval log_interval "
+    positive += "torch_threads beta max_weight num_action_samples target_interval"
+    values = {name: getattr(args, name) for name in positive.split()}
+    rules = [(name, "> 0", value is None or value > 0) for name, value in values.items()]
     rules += [
         ("seed", ">= 0", args.seed >= 0),
         ("eval_seed", ">= 0", args.eval_seed >= 0),
@@ -136,12 +133,8 @@ def check_args(args: Args) -> None:
         ("action_clip", "in (0, 1)", 0 < args.action_clip < 1),
         ("tau", "in (0, 1]", 0 < args.tau <= 1),
         ("record", "a name that ends in .npz", (args.record or ".npz").endswith(".npz")),
-        ("record", "used with --evaluate", args.record is None or args.evaluate is not None),
-        (
-            "capture_video",
-            "used with --evaluate",
-            not args.capture_video or args.evaluate is not None,
-        ),
+        ("record", "used with --evaluate", not args.record or args.evaluate),
+        ("capture_video", "used with --evaluate", not args.capture_video or args.evaluate),
     ]
     for name, rule, holds in rules:
         if not holds:
@@ -302,40 +295,24 @@ def crr_loss(
     return -(weight * log_prob).mean()
 
 
-@torch.no_grad()
-def update_target(target: nn.Module, network: nn.Module, tau: float) -> None:
-    """target <- (1 - tau) target + tau network, for all parameters in one call."""
-    torch._foreach_lerp_(list(target.parameters()), list(network.parameters()), tau)
-
-
-def lr_factor(step: int, total: int, schedule: str, warmup: int) -> float:
-    """What the learning rate is multiplied with at update `step` (1 is the first)."""
-    if step <= warmup:
-        return step / warmup
-    progress = (step - 1 - warmup) / max(1, total - warmup)  # 0 at first, just below 1 at the end
-    if schedule == "linear":
-        return 1 - progress
-    if schedule == "cosine":
-        return 0.5 * (1 + math.cos(math.pi * progress))
-    return 1.0
-
-
 # ---- checkpoint
 
 
-def save_checkpoint(path: str, checkpoint: dict) -> None:
-    """The file gets its name only when it is complete: a crash in the middle of a save leaves the
-    checkpoint before it as it was."""
+def save_atomically(path: str, write: Callable[[BinaryIO], None]) -> None:
+    """The file gets its name only when it is complete: a crash in the middle of a save, or a full
+    disk, leaves the file before it as it was."""
     temporary = f"{path}.tmp"
     try:
         with open(temporary, "wb") as file:
-            torch.save(checkpoint, file)
+            write(file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except OSError:
-        os.remove(temporary)  # give a full disk its space back
-        raise
+    except (OSError, RuntimeError) as error:  # torch.save turns a full disk into a RuntimeError
+        if os.path.exists(temporary):
+            os.remove(temporary)
+        reason = error.strerror if isinstance(error, OSError) else "no space left on the disk?"
+        raise OSError(f"cannot write {path}: {reason}") from None
 
 
 def load_checkpoint(path: str) -> dict:
@@ -347,8 +324,8 @@ def load_checkpoint(path: str) -> dict:
     except Exception as error:  # torch raises many types for a file that it cannot read
         reason = common.one_line(error)[:80]
         raise InputError(f"{path} is not a complete checkpoint of ours ({reason})") from None
-    if algo != "crr":
-        raise InputError(f"{path} is a checkpoint of {algo}, not of crr")
+    if algo != ALGO:
+        raise InputError(f"{path} is a checkpoint of {algo}, not of {ALGO}")
     return checkpoint
 
 
@@ -410,6 +387,24 @@ def pick_device(device: str) -> torch.device:
         raise InputError(f"device {device} is not available here; try --device cpu") from None
 
 
+@torch.no_grad()
+def update_target(target: nn.Module, network: nn.Module, tau: float) -> None:
+    """target <- (1 - tau) target + tau network, for all parameters in one call."""
+    torch._foreach_lerp_(list(target.parameters()), list(network.parameters()), tau)
+
+
+def lr_factor(step: int, total: int, schedule: str, warmup: int) -> float:
+    """What the learning rate is multiplied with at update `step` (1 is the first)."""
+    if step <= warmup:
+        return step / warmup
+    progress = (step - 1 - warmup) / max(1, total - warmup)  # 0 at first, just below 1 at the end
+    if schedule == "linear":
+        return 1 - progress
+    if schedule == "cosine":
+        return 0.5 * (1 + math.cos(math.pi * progress))
+    return 1.0
+
+
 def keep_freed_memory() -> None:
     """glibc gives freed activations back to the OS and takes them again page by page. Keeping them
     makes an update about a quarter faster (benchmark/NOTES.md); other systems need no such help."""
@@ -429,15 +424,12 @@ class Logger:
         self.first_second, self.start = seconds, time.perf_counter() - seconds
         self.quiet, self.bar = quiet, sys.stdout.isatty() and not quiet
         path = os.path.join(run_dir, "metrics.csv")
-        rows = [["step", "seconds", "key", "value"]]
-        if step > 0 and os.path.exists(path):  # rows after the checkpoint will come once more
-            with open(path, newline="") as file:
-                rows += [
-                    row for row in csv.reader(file) if row[0].isdigit() and int(row[0]) <= step
-                ]
-        self.file = open(path, "w", newline="")  # noqa: SIM115
+        if step > 0:
+            cut_metrics(path, step)
+        self.file = open(path, "a" if step > 0 else "w", newline="")  # noqa: SIM115
         self.csv = csv.writer(self.file)
-        self.csv.writerows(rows)
+        if step == 0:
+            self.csv.writerow(["step", "seconds", "key", "value"])
         self.tensorboard = SummaryWriter(run_dir, purge_step=step + 1 if step > 0 else None)
 
     def seconds(self) -> float:
@@ -475,6 +467,18 @@ class Logger:
     def close(self) -> None:
         self.file.close()
         self.tensorboard.close()
+
+
+def cut_metrics(path: str, step: int) -> None:
+    """Drop what was logged after the checkpoint: the resumed run will log it once more."""
+    num_bytes = 0
+    with open(path, "rb") as file:
+        for line in file:
+            first = line.split(b",")[0]
+            if (first.isdigit() and int(first) > step) or not line.endswith(b"\n"):
+                break
+            num_bytes += len(line)
+    os.truncate(path, num_bytes)
 
 
 class StopSignal:
@@ -521,11 +525,10 @@ def train(args: Args) -> dict[str, float]:
     device = pick_device(args.device)
     env = common.make_env(args.env_id)
     obs_dim, action_dim = check_spaces(env)
-    run_name = (
-        f"crr__{args.env_id.replace('/', '-')}__{args.seed}__{time.strftime('%y%m%d-%H%M%S')}"
-    )
-    run_dir = args.resume or args.run_dir or os.path.join("runs", run_name)
+    now, env_name = time.strftime("%Y%m%d-%H%M%S"), args.env_id.replace("/", "-")
+    run_dir = args.resume or args.run_dir or f"runs/{ALGO}__{env_name}__{args.seed}__{now}"
     checkpoint_path = os.path.join(run_dir, "checkpoint.pt")
+    best_path = os.path.join(run_dir, "best.pt")
     if args.resume:
         checkpoint = load_checkpoint(checkpoint_path)
         check_resume(args, checkpoint["args"])
@@ -535,14 +538,8 @@ def train(args: Args) -> dict[str, float]:
     generator = torch.Generator(device).manual_seed(args.seed)  # for all else that training draws
 
     # data
-    dataset = common.load_dataset(
-        args.dataset,
-        env,
-        args.seed,
-        args.reward_scale,
-        args.reward_shift,
-        args.normalize_reward,
-    )
+    rewards = (args.reward_scale, args.reward_shift, args.normalize_reward)
+    dataset = common.load_dataset(args.dataset, env, args.seed, *rewards)
     fingerprint = dataset.fingerprint()
     obs_mean, obs_std = dataset.obs.mean(0), dataset.obs.std(0) + 1e-3  # [O], [O]
     dataset.obs.sub_(obs_mean).div_(obs_std)  # in place: a large dataset is held once
@@ -570,9 +567,7 @@ def train(args: Args) -> dict[str, float]:
         if checkpoint["fingerprint"] != fingerprint:
             raise InputError(f"{dataset.source} is not the data that the run began with")
         if checkpoint["step"] >= total:
-            raise InputError(
-                f"{run_dir} is at update {checkpoint['step']} already: raise its budget"
-            )
+            raise InputError(f"{run_dir} has had its {total} updates: give it more to go on")
         for name, part in parts.items():
             part.load_state_dict(checkpoint[name])
         generator.set_state(checkpoint["generator"])
@@ -584,11 +579,11 @@ def train(args: Args) -> dict[str, float]:
             network.compile()
 
     os.makedirs(run_dir, exist_ok=True)
-    with open(os.path.join(run_dir, "args.json"), "w") as file:
-        json.dump(asdict(args), file, indent=2)
+    args_json = json.dumps(asdict(args), indent=2).encode()
+    save_atomically(os.path.join(run_dir, "args.json"), lambda file: file.write(args_json))
     logger = Logger(run_dir, step, seconds, total, args.quiet)
     logger.line(
-        f"crr on {args.env_id}: {len(dataset):,} transitions of {dataset.source},"
+        f"{ALGO} on {args.env_id}: {len(dataset):,} transitions of {dataset.source},"
         f" {len(dataset.episode_returns)} episodes, return {dataset.episode_returns.mean():.1f}"
         f"\nrun: {run_dir} on {device}"
     )
@@ -680,7 +675,7 @@ def train(args: Args) -> dict[str, float]:
             is_due = step % args.checkpoint_interval == 0 or stop_reason
             if is_best or is_due:
                 checkpoint = {
-                    "algo": "crr",
+                    "algo": ALGO,
                     "args": asdict(args),
                     "step": step,
                     "seconds": logger.seconds(),
@@ -693,14 +688,14 @@ def train(args: Args) -> dict[str, float]:
                     **{name: part.state_dict() for name, part in parts.items()},
                 }
             if is_best:
-                save_checkpoint(os.path.join(run_dir, "best.pt"), checkpoint)
+                save_atomically(best_path, partial(torch.save, checkpoint))
             if is_due:
-                save_checkpoint(checkpoint_path, checkpoint)
+                save_atomically(checkpoint_path, partial(torch.save, checkpoint))
 
     logger.line(
         f"stopped at update {step:,}: {stop_reason}. Best evaluation {best_return:.1f}."
         f"\nresume: python {sys.argv[0]} --resume {run_dir}"
-        f"\nevaluate: python {sys.argv[0]} --evaluate {os.path.join(run_dir, 'best.pt')}"
+        f"\nevaluate: python {sys.argv[0]} --evaluate {best_path}"
     )
     logger.close()
     return {
@@ -744,14 +739,19 @@ def parse_args() -> Args:
     return args
 
 
-if __name__ == "__main__":
+def main() -> int:
+    """0: done; 1: the disk failed us; 2: the input was wrong; 128 + signal: stopped by it."""
     try:
         args = parse_args()
         result = evaluate_checkpoint(args) if args.evaluate else train(args)
     except InputError as error:
-        print(f"crr: {error}", file=sys.stderr)
-        sys.exit(2)
+        print(f"{ALGO}: {error}", file=sys.stderr)
+        return 2
     except OSError as error:
-        print(f"crr: cannot write or read: {error}", file=sys.stderr)
-        sys.exit(1)
-    sys.exit(128 + result["signal"] if result["signal"] else 0)
+        print(f"{ALGO}: {error}; what was saved before is intact", file=sys.stderr)
+        return 1
+    return 128 + result["signal"] if result["signal"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,308 @@
+"""Turn the results of benchmark/run.py into tables and learning curves, and put them in the README.
+
+    python benchmark/report.py           print the tables, draw the figures, update the README
+    python benchmark/report.py --check   write nothing; exit code 1 if the README is out of date
+
+A row of a table is one folder results/<algo>__<env>__<dataset>__<variant>/ with a run per seed. The
+last evaluation of a run says what training ends with, the best one what early stopping on the true
+return would have kept. They are reported apart: a maximum of noisy numbers is too high by its
+nature, and offline it needs the environment that one does not have.
+
+Shapes: S seeds, T tasks, E evaluations, R resamples.
+"""
+
+import csv
+import math
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import tyro
+
+ROOT = Path(__file__).resolve().parents[1]
+BEGIN, END = b"<!-- results:begin -->", b"<!-- results:end -->"
+NUM_RESAMPLES = 10_000
+HEADER = (
+    "| variant | seeds | updates | random policy | behaviour policy | BC "
+    "| last: IQM [95 % interval] | last: mean | best: IQM [95 % interval] |"
+)
+NOTE = """\
+Made by `python benchmark/report.py`. Returns are means over the evaluation episodes. IQM is the
+interquartile mean over seeds, in brackets its 95 % bootstrap interval. *Last* is the policy at the
+end of training; *best* is the highest evaluation of each run, which flatters. *BC* is the last IQM
+of behaviour cloning on the same data."""
+
+# Okabe and Ito's colours, which colour-blind readers can tell apart, without yellow (too pale).
+PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
+
+
+@dataclass
+class Options:
+    results: Path = ROOT / "benchmark" / "results"  # folders <row>/<seed>/metrics.csv
+    readme: Path = ROOT / "README.md"  # the file with the two results markers
+    figures: Path = ROOT / "benchmark" / "results"  # where the PNGs go
+    check: bool = False  # write nothing, exit with 1 if the README is out of date
+
+
+@dataclass
+class Run:
+    """One seed of one row."""
+
+    steps: np.ndarray  # [E] rising
+    returns: np.ndarray  # [E]
+    behaviour: float | None  # mean return of the dataset's episodes
+
+
+Results = dict[tuple[str, ...], list[Run]]  # (algo, env, dataset, variant) or ("random", env)
+
+
+class ReportError(Exception):
+    """Printed as one line; the exit code is then 2."""
+
+
+# ---- statistics
+
+
+def iqm(scores: np.ndarray) -> np.ndarray:
+    """Interquartile mean over the last axis: the mean of the middle half, blind to one lucky seed.
+
+    Value i of n, in order, covers [i, i + 1] and weighs what of it lies in [n / 4, 3 n / 4], so 5
+    values weigh 0, .75, 1, .75, 0. rliable uses scipy.stats.trim_mean, which drops whole values
+    (0, 1, 1, 1, 0): the same if n is a multiple of 4, else it averages more than the middle half.
+    """
+    n = scores.shape[-1]
+    i = np.arange(n)
+    weights = np.clip(np.minimum(i + 1, 3 * n / 4) - np.maximum(i, n / 4), 0, None)
+    return np.average(np.sort(scores, axis=-1), axis=-1, weights=weights)
+
+
+def bootstrap_interval(scores: np.ndarray) -> tuple[float, float]:
+    """[S, T] -> the 95 % percentile-bootstrap interval of the IQM of all S * T scores.
+
+    Stratified: each task draws its seeds anew, apart from the others, since seed 3 of one task has
+    nothing to do with seed 3 of another. With T > 1 the scores must share a scale.
+    """
+    num_seeds, num_tasks = scores.shape
+    rng = np.random.default_rng(0)  # the same data must give the same README
+    index = rng.integers(num_seeds, size=(NUM_RESAMPLES, num_seeds, num_tasks))
+    resampled = scores[index, np.arange(num_tasks)]  # [R, S, T]
+    low, high = np.percentile(iqm(resampled.reshape(NUM_RESAMPLES, -1)), [2.5, 97.5])
+    return low.item(), high.item()
+
+
+# ---- reading
+
+
+def read_run(path: Path) -> Run:
+    returns, behaviour = {}, None
+    with open(path, newline="") as file:
+        reader = csv.DictReader(file)
+        try:
+            if reader.fieldnames != ["step", "seconds", "key", "value"]:
+                raise ValueError("the columns must be step,seconds,key,value")
+            for row in reader:
+                if None in row or None in row.values():
+                    raise ValueError("a row must have 4 fields")
+                if row["key"] not in ("eval/return_mean", "stats/behaviour_return"):
+                    continue
+                value = float(row["value"])
+                if not math.isfinite(value):
+                    raise ValueError(f"{row['key']} is {value}")
+                if row["key"] == "eval/return_mean":
+                    returns[int(row["step"])] = value
+                else:
+                    behaviour = value
+            if not returns:
+                raise ValueError("no eval/return_mean up to here, the end")
+        except (ValueError, csv.Error) as error:
+            raise ReportError(f"{path}, line {reader.line_num}: {error}") from None
+    steps = sorted(returns)
+    return Run(np.array(steps), np.array([returns[step] for step in steps]), behaviour)
+
+
+def read_results(folder: Path) -> Results:
+    results: Results = {}
+    for path in sorted(folder.glob("*/*/metrics.csv")):
+        row, run = tuple(path.parts[-3].split("__")), read_run(path)
+        is_random = row[0] == "random" and len(row) == 2
+        if len(row) != 4 and not is_random:
+            raise ReportError(f"{path}: not in a folder <algo>__<env>__<dataset>__<variant>")
+        if run.steps[-1] == 0 and not is_random:
+            raise ReportError(f"{path}: no evaluation after step 0, nothing was trained")
+        results.setdefault(row, []).append(run)
+    if all(len(row) == 2 for row in results):
+        raise ReportError(f"no results in {folder}: run python benchmark/run.py first")
+    return results
+
+
+def group_of(results: Results, group: tuple[str, ...]) -> dict[str, list[Run]]:
+    """The variants of one (algo, env, dataset), with the baseline at the end."""
+    variants = sorted((row[3] == "bc", row[3]) for row in results if row[:3] == group)
+    return {variant: results[(*group, variant)] for _, variant in variants}
+
+
+def references(results: Results, group: tuple[str, ...]) -> dict[str, float | None]:
+    """What a return has to be compared with; None where nobody measured it."""
+    variants = group_of(results, group)
+    random = [run.returns[-1] for run in results.get(("random", group[1]), [])]
+    behaviour = [run.behaviour for runs in variants.values() for run in runs]
+    behaviour = [value for value in behaviour if value is not None]
+    bc = last_and_best(variants["bc"])[0] if "bc" in variants else None
+    return {
+        "random": np.mean(random).item() if random else None,
+        "behaviour": np.mean(behaviour).item() if behaviour else None,
+        "BC": None if bc is None else iqm(bc).item(),
+    }
+
+
+def last_and_best(runs: list[Run]) -> tuple[np.ndarray, np.ndarray]:
+    """-> [S], [S]. As for best.pt, the untrained network of step 0 cannot be the best one."""
+    last = np.array([run.returns[-1] for run in runs])
+    best = np.array([run.returns[run.steps > 0].max() for run in runs])
+    return last, best
+
+
+def learning_curve(runs: list[Run]) -> tuple[np.ndarray, np.ndarray]:
+    """-> steps [E], returns [S, E].
+
+    A run that stopped early has fewer evaluations than its siblings. Its last value is carried
+    forward, as that is the policy it ended with; to drop it would let the line jump where the seeds
+    that are left happen to be good or bad.
+    """
+    steps = np.unique(np.concatenate([run.steps for run in runs]))
+    steps = steps[steps >= max(run.steps[0] for run in runs)]  # nothing to carry before that
+    position = [np.searchsorted(run.steps, steps, side="right") - 1 for run in runs]
+    return steps, np.stack([run.returns[index] for run, index in zip(runs, position)])
+
+
+# ---- writing
+
+
+def number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"
+
+
+def span(values: list[int]) -> str:
+    low, high = min(values), max(values)
+    return f"{low:,}" if low == high else f"{low:,}-{high:,}"
+
+
+def estimate(scores: np.ndarray) -> str:
+    """[S] -> "IQM [low, high]". One seed says nothing about the others, so it gets no interval."""
+    if len(scores) == 1:
+        return number(scores[0])
+    low, high = bootstrap_interval(scores[:, None])
+    return f"{number(iqm(scores))} [{number(low)}, {number(high)}]"
+
+
+def table(results: Results, group: tuple[str, ...]) -> str:
+    lines = [HEADER, "| :-- |" + " --: |" * 8]
+    compare = [number(value) for value in references(results, group).values()]
+    for variant, runs in group_of(results, group).items():
+        last, best = last_and_best(runs)
+        updates = span([run.steps[-1] for run in runs])
+        scores = (estimate(last), number(last.mean()), estimate(best))
+        cells = [variant, str(len(runs)), updates, *compare, *scores]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def figure(results: Results, group: tuple[str, ...], path: Path) -> None:
+    from matplotlib.figure import Figure  # slow to import; without pyplot it always draws with Agg
+
+    variants = group_of(results, group)
+    canvas = Figure(figsize=(8, 4), dpi=100, layout="constrained")
+    axes = canvas.subplots()
+    lines = []
+    for i, (variant, runs) in enumerate(variants.items()):
+        color = "black" if variant == "bc" else PALETTE[i % len(PALETTE)]
+        style = "-" if variant == "bc" or i < len(PALETTE) else "-."
+        steps, returns = learning_curve(runs)
+        intervals = [bootstrap_interval(column[:, None]) for column in returns.T]
+        axes.fill_between(steps, *zip(*intervals), color=color, alpha=0.15, linewidth=0)
+        lines += axes.plot(steps, iqm(returns.T), style, color=color, linewidth=1.8, label=variant)
+    lines.sort(key=lambda line: -line.get_ydata()[-1])  # the legend in the order of the line ends
+
+    compare = references(results, group)
+    for name, color, dashes in (
+        ("random", "0.6", (0, (7, 3))),
+        ("behaviour", "0.4", (0, (2, 2))),
+    ):
+        if compare[name] is not None:
+            label = f"{name} ({number(compare[name])})"
+            style = {"color": color, "linestyle": dashes, "linewidth": 1.4, "zorder": 1}
+            lines.append(axes.axhline(compare[name], label=label, **style))
+
+    num_seeds = span([len(runs) for runs in variants.values()])
+    axes.set_title(f"{', '.join(group)}  (IQM and 95 % interval, seeds: {num_seeds})", loc="left")
+    axes.set_xlabel("updates")
+    axes.set_ylabel("evaluation return")
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.margins(x=0.01)
+    axes.grid(color="0.92")
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    canvas.legend(handles=lines, loc="outside right center", frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    canvas.savefig(path, metadata={"Software": None})  # a new matplotlib alone is no new figure
+
+
+def section(results: Results, figures: dict[tuple[str, ...], Path], readme: Path) -> str:
+    """All that stands between the markers."""
+    parts = [NOTE]
+    for group, path in figures.items():
+        name = ", ".join(group)
+        link = Path(os.path.relpath(path, readme.parent)).as_posix()
+        image = f"![learning curves of {name}]({link})"
+        parts += [f"### {name}", table(results, group), image]
+    return "\n\n".join(parts)
+
+
+def replace_section(readme: bytes, text: str) -> bytes:
+    """In bytes, so that line ends and encoding of everything around it stay as they are."""
+    before, begin, rest = readme.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end or BEGIN in rest or END in before or END in after:
+        markers = f"{BEGIN.decode()} and {END.decode()}"
+        raise ReportError(f"the README must have the markers {markers}, once each, in this order")
+    return b"".join([before, begin, b"\n\n", text.encode(), b"\n\n", end, after])
+
+
+def write(path: Path, content: bytes) -> None:
+    """Under a temporary name first: a crash leaves the old file or the new one, never a half."""
+    temporary = Path(f"{path}.tmp")
+    try:
+        temporary.write_bytes(content)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def main(options: Options) -> int:
+    try:
+        results = read_results(options.results)
+        groups = sorted({row[:3] for row in results if len(row) == 4})
+        figures = {group: options.figures / f"{'__'.join(group)}.png" for group in groups}
+        text = section(results, figures, options.readme)
+        old = options.readme.read_bytes()
+        new = replace_section(old, text)
+        if options.check:
+            if new == old:
+                return 0
+            stale = f"{options.readme} is out of date: run python benchmark/report.py"
+            print(f"report: {stale}", file=sys.stderr)
+            return 1
+        for group, path in figures.items():
+            figure(results, group, path)
+        write(options.readme, new)
+    except (ReportError, OSError) as error:
+        print(f"report: {error}", file=sys.stderr)
+        return 2
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(tyro.cli(Options, description=__doc__)))

@@ -1,0 +1,99 @@
+"""Small environments with known answers, and a short CRR run that most tests start from."""
+
+import os
+
+os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # videos are rendered without a screen
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+
+from algos import crr
+
+torch.set_num_threads(1)  # tests run several at once, and small networks gain nothing from two
+
+
+class ProbeEnv(gym.Env):
+    """One action in [-1, 1], one or two states, for datasets that are written by hand.
+
+    It is stepped only by evaluation: reward 1 - (a - 0.5)^2, ten steps, then truncated.
+    """
+
+    observation_space = gym.spaces.Box(-10, 10, (1,), np.float32)
+    action_space = gym.spaces.Box(-1, 1, (1,), np.float32)
+
+    def reset(self, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        return np.zeros(1, np.float32), float(1 - (action[0] - 0.5) ** 2), False, False, {}
+
+
+class ImageEnv(ProbeEnv):
+    observation_space = gym.spaces.Box(0, 255, (8, 8, 3), np.uint8)
+
+
+class UnboundedEnv(ProbeEnv):
+    action_space = gym.spaces.Box(-np.inf, np.inf, (1,), np.float32)
+
+
+for name, entry_point in {"Probe": ProbeEnv, "Image": ImageEnv, "Unbounded": UnboundedEnv}.items():
+    gym.register(f"{name}-v0", entry_point, max_episode_steps=10)
+
+
+def save_rows(path, obs, action, reward, next_obs, terminated, truncated):
+    columns = [np.asarray(column, np.float32) for column in (obs, action, reward, next_obs)]
+    np.savez(
+        path,
+        observations=columns[0].reshape(-1, 1),
+        actions=columns[1].reshape(-1, 1),
+        rewards=columns[2],
+        next_observations=columns[3].reshape(-1, 1),
+        terminations=np.asarray(terminated, bool),
+        truncations=np.asarray(truncated, bool),
+    )
+    return str(path)
+
+
+@pytest.fixture(scope="session")
+def probe_data(tmp_path_factory):
+    """300 random rows of the probe environment: short episodes, both kinds of end."""
+    rng = np.random.default_rng(0)
+    obs = rng.normal(size=301).astype(np.float32)
+    terminated = np.arange(300) % 10 == 9
+    truncated = np.arange(300) % 10 == 4
+    action = rng.uniform(-1, 1, 300)
+    action[:20] = np.repeat([-1.0, 1.0], 10)  # saturated actions belong into every test
+    reward = rng.normal(size=300)
+    path = tmp_path_factory.mktemp("data") / "probe.npz"
+    return save_rows(path, obs[:-1], action, reward, obs[1:], terminated, truncated)
+
+
+@pytest.fixture
+def tiny(probe_data, tmp_path):
+    """Arguments of a run that takes a fraction of a second."""
+    return crr.Args(
+        env_id="Probe-v0",
+        dataset=probe_data,
+        total_updates=20,
+        batch_size=32,
+        hidden_dim=16,
+        eval_interval=10,
+        eval_episodes=2,
+        checkpoint_interval=1000,
+        log_interval=5,
+        run_dir=str(tmp_path / "run"),
+        torch_threads=1,
+        quiet=True,
+    )
+
+
+def load(run_dir, name="checkpoint.pt"):
+    return torch.load(f"{run_dir}/{name}", weights_only=True)
+
+
+def flat(checkpoint, keys=("actor", "critic", "target_actor", "target_critic")):
+    """All parameters in one vector, to compare two runs bit for bit."""
+    return torch.cat([tensor.flatten() for key in keys for tensor in checkpoint[key].values()])

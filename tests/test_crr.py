@@ -1,0 +1,398 @@
+"""CRR: its losses by hand arithmetic, and the checklist of bugs that other implementations have."""
+
+import math
+from copy import deepcopy
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from conftest import flat, load
+
+from algos import crr
+
+T = torch.tensor
+
+
+# ---- losses by hand
+
+
+def test_td_target_by_hand():
+    reward, terminated = T([1.0, 2.0, 3.0]), T([0.0, 1.0, 0.0])
+    next_q = T([[10.0, 10.0, -4.0], [8.0, 20.0, 5.0]])
+    # 1 + 0.5 * min(10, 8); a terminated row is its reward; 3 + 0.5 * min(-4, 5)
+    assert crr.td_target(reward, terminated, next_q, 0.5).tolist() == [5.0, 2.0, 1.0]
+
+
+def test_td_loss_by_hand():
+    q = T([[1.0, 2.0], [3.0, 5.0]])
+    target = T([0.0, 2.0])
+    # critic 1: (1 + 0) / 2, critic 2: (9 + 9) / 2
+    assert crr.td_loss(q, target).item() == pytest.approx(0.5 + 9.0)
+
+
+def test_C5_advantage_and_weight_table():
+    q, q_samples = T([1.0, 2.0, 3.0]), T([[0.0, 2.0, 5.0], [1.0, 2.0, 3.0]])
+    mean = crr.crr_advantage(q, q_samples, "mean")
+    top = crr.crr_advantage(q, q_samples, "max")
+    assert mean.tolist() == [0.5, 0.0, -1.0]
+    assert top.tolist() == [0.0, 0.0, -2.0]
+    assert crr.crr_weight(mean, "binary", 1.0, 20.0).tolist() == [1.0, 0.0, 0.0]  # A = 0 is not > 0
+    assert crr.crr_weight(top, "binary", 1.0, 20.0).tolist() == [0.0, 0.0, 0.0]
+    for advantage in (mean, top):
+        expected = [math.exp(a / 0.5) for a in advantage.tolist()]
+        weight = crr.crr_weight(advantage, "exp", 0.5, 20.0)
+        assert weight.tolist() == pytest.approx(expected, rel=1e-6)
+
+
+def test_exp_weight_is_clipped_and_never_overflows():
+    weight = crr.crr_weight(T([1e6, math.log(20.0), 1.0, -1e6]), "exp", 1.0, 20.0)
+    assert weight.tolist() == pytest.approx([20.0, 20.0, math.e, 0.0], rel=1e-6)
+
+
+def test_max_baseline_is_never_below_mean_and_equal_for_one_sample():
+    q, q_samples = torch.randn(100), torch.randn(4, 100)
+    top, mean = (crr.crr_advantage(q, q_samples, kind) for kind in ("max", "mean"))
+    assert (top <= mean).all() and (top < mean).any()
+    one = q_samples[:1]
+    assert torch.equal(crr.crr_advantage(q, one, "max"), crr.crr_advantage(q, one, "mean"))
+
+
+def test_crr_loss_by_hand():
+    log_prob, advantage = T([-1.0, -2.0, -3.0, -4.0]), T([1.0, -1.0, 2.0, 0.0])
+    # rows 0 and 2 count, the mean is over all four rows
+    assert crr.crr_loss(log_prob, advantage, "binary", 1.0, 20.0).item() == 1.0
+    expected = (math.e * 1 + math.exp(-1) * 2 + math.exp(2) * 3 + 1 * 4) / 4
+    assert crr.crr_loss(log_prob, advantage, "exp", 1.0, 20.0).item() == pytest.approx(expected)
+
+
+def test_fraction_of_positive_max_advantages_is_one_in_m_plus_one():
+    """If data and policy are the same distribution, the data action is best with chance 1/(m+1)."""
+    q = torch.randn(5, 200_000, generator=torch.Generator().manual_seed(0))
+    weight = crr.crr_weight(crr.crr_advantage(q[0], q[1:], "max"), "binary", 1.0, 20.0)
+    assert weight.mean().item() == pytest.approx(1 / 5, abs=0.005)
+
+
+@pytest.mark.parametrize(("weight_type", "bc"), [("binary", 0.0), ("exp", 1.0)])
+def test_indifferent_critic_gives_no_gradient_or_that_of_cloning(weight_type, bc):
+    log_prob = torch.randn(8, requires_grad=True)
+    crr.crr_loss(log_prob, torch.zeros(8), weight_type, 1.0, 20.0).backward()
+    assert torch.equal(log_prob.grad, torch.full((8,), -bc / 8))
+
+
+def test_infinite_beta_is_behaviour_cloning_bit_for_bit():
+    log_prob = torch.randn(8, requires_grad=True)
+    crr.crr_loss(log_prob, 1e6 * torch.randn(8), "exp", math.inf, 20.0).backward()
+    assert torch.equal(log_prob.grad, torch.full((8,), -1 / 8))
+
+
+def test_lr_factor_by_hand():
+    constant = [crr.lr_factor(step, 10, "constant", 4) for step in (1, 2, 4, 5, 10)]
+    linear = [crr.lr_factor(step, 14, "linear", 4) for step in (4, 5, 10, 14)]
+    cosine = [crr.lr_factor(step, 10, "cosine", 0) for step in (1, 6, 10)]
+    assert constant == [0.25, 0.5, 1.0, 1.0, 1.0]
+    assert linear == pytest.approx([1.0, 1.0, 0.5, 0.1])
+    assert cosine == pytest.approx([1.0, 0.5, 0.5 * (1 + math.cos(0.9 * math.pi))])
+
+
+def test_update_target_by_hand():
+    network, target = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    with torch.no_grad():
+        network.weight.fill_(3.0), network.bias.fill_(-1.0)
+        target.weight.fill_(1.0), target.bias.fill_(1.0)
+    crr.update_target(target, network, 0.25)
+    assert (target.weight.item(), target.bias.item()) == (1.5, 0.5)
+    assert (network.weight.item(), network.bias.item()) == (3.0, -1.0)
+    crr.update_target(target, network, 1.0)
+    assert torch.equal(target.weight, network.weight)
+
+
+# ---- the tanh-Gaussian
+
+
+def test_S11_density_integrates_to_one():
+    """The Jacobian of tanh, its sign and its place: any mistake shows in the integral."""
+    action = torch.linspace(-1, 1, 200_003, dtype=torch.float64)[1:-1, None]
+    for mean, log_std in ((0.0, 0.0), (0.7, -0.5), (-1.0, -2.0)):
+        mean, log_std = torch.full_like(action, mean), torch.full_like(action, log_std)
+        density = crr.tanh_gaussian_log_prob(mean, log_std, torch.atanh(action)).exp()
+        assert torch.trapezoid(density, action[:, 0]).item() == pytest.approx(1.0, abs=1e-3)
+
+
+def test_log_prob_matches_torch_distributions_in_float64():
+    generator = torch.Generator().manual_seed(0)
+    mean, log_std, u = torch.randn(3, 50, 4, generator=generator, dtype=torch.float64)
+    base = torch.distributions.Normal(mean, log_std.exp())
+    tanh = torch.distributions.TransformedDistribution(
+        base, torch.distributions.TanhTransform(cache_size=1)
+    )
+    expected = tanh.log_prob(torch.tanh(u)).sum(-1)
+    actual = crr.tanh_gaussian_log_prob(mean.float(), log_std.float(), u.float())
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_S10_saturated_data_actions_are_finite(tiny):
+    """Pendulum and MuJoCo data are full of actions at +-1, where atanh is infinite."""
+    action = T([[1.0], [-1.0]])
+    u = torch.atanh(action.clamp(-1 + tiny.action_clip, 1 - tiny.action_clip))
+    mean = torch.zeros(2, 1, requires_grad=True)
+    log_prob = crr.tanh_gaussian_log_prob(mean, torch.zeros(2, 1), u)
+    log_prob.sum().backward()
+    assert u[:, 0].tolist() == pytest.approx([3.8002, -3.8002], abs=1e-3)  # atanh(0.999)
+    assert torch.isfinite(log_prob).all() and torch.isfinite(mean.grad).all()
+    crr.train(tiny)  # its data hold such actions
+    assert torch.isfinite(flat(load(tiny.run_dir))).all()
+
+
+def test_C3_sampled_actions_stay_inside_the_box():
+    mean, log_std = 5 * torch.randn(100, 3), torch.full((100, 3), 2.0)
+    samples = crr.sample_actions(mean, log_std, 50, torch.Generator().manual_seed(0))
+    assert samples.shape == (50, 100, 3) and samples.abs().max() <= 1
+
+
+def test_samples_have_the_right_distribution():
+    mean, log_std = T([[0.3, -1.0]]), T([[-1.0, 0.5]])
+    samples = crr.sample_actions(mean, log_std, 200_000, torch.Generator().manual_seed(0))
+    u = torch.atanh(samples[:, 0].double().clamp(-1 + 1e-9, 1 - 1e-9))
+    assert u.mean(0).tolist() == pytest.approx([0.3, -1.0], abs=0.01)
+    assert u.std(0).tolist() == pytest.approx([math.exp(-1.0), math.exp(0.5)], rel=0.01)
+
+
+def test_log_std_stays_in_its_bounds_with_a_gradient_at_both():
+    actor = crr.Actor(2, 1, 8)
+    for push, bound in ((3.0, 2.0), (-3.0, -5.0)):
+        with torch.no_grad():
+            actor.net[-1].weight.zero_()
+            actor.net[-1].bias.fill_(push)
+        _, log_std = actor(torch.randn(4, 2))
+        actor.zero_grad()
+        log_std.sum().backward()
+        assert log_std[:, 0].tolist() == pytest.approx([bound] * 4, abs=0.05)
+        assert actor.net[-1].bias.grad[1] > 0
+
+
+# ---- networks
+
+
+def test_critics_are_independent_networks():
+    critic = crr.TwinCritic(3, 2, 16)
+    q = critic(torch.randn(5, 3), torch.randn(5, 2))
+    assert q.shape == (2, 5) and not torch.equal(q[0], q[1])
+    q[0].sum().backward()
+    grads = [parameter.grad for parameter in critic.members[1].parameters()]
+    assert all(grad is None or not grad.any() for grad in grads)
+
+
+def test_each_sampled_action_is_paired_with_its_own_state():
+    """repeat against repeat_interleave: a mistake here gives states the actions of others."""
+    critic = crr.TwinCritic(1, 1, 1)
+
+    class Readable(torch.nn.Module):  # 1000 s + a
+        def forward(self, x):
+            return (1000 * x[..., :1] + x[..., 1:]).float()
+
+    critic.members = torch.nn.ModuleList([Readable(), Readable()])
+    obs = torch.arange(5.0)[:, None]  # [B, 1]
+    action = T([[1.0], [2.0], [3.0]]).expand(3, 5)[..., None] / 10  # [M, B, 1]
+    expected = 1000 * torch.arange(5.0)[None, :] + T([0.1, 0.2, 0.3])[:, None]  # [M, B]
+    torch.testing.assert_close(critic(obs, action)[0], expected)
+
+
+# ---- checklist
+
+
+def test_S8_no_broadcast():
+    """[B] times [B, 1] is [B, B]: the mean of that is cloning, silently."""
+    log_prob, advantage = torch.randn(6), torch.randn(6)
+    for wrong in (
+        lambda: crr.crr_loss(log_prob[:, None], advantage, "exp", 1.0, 20.0),
+        lambda: crr.crr_loss(log_prob, advantage[:, None], "exp", 1.0, 20.0),
+        lambda: crr.crr_loss(log_prob[:, None], advantage[:, None], "exp", 1.0, 20.0),
+        lambda: crr.td_target(log_prob[:, None], log_prob, torch.randn(2, 6), 0.9),
+        lambda: crr.td_target(log_prob, log_prob[:, None], torch.randn(2, 6), 0.9),
+        lambda: crr.td_target(log_prob, log_prob, torch.randn(2, 6, 1), 0.9),
+        lambda: crr.td_loss(torch.randn(2, 6), log_prob[:, None]),
+        lambda: crr.crr_advantage(log_prob[:, None], torch.randn(4, 6), "mean"),
+        lambda: crr.tanh_gaussian_log_prob(torch.randn(6, 1), torch.randn(6, 1), torch.randn(6)),
+    ):
+        with pytest.raises(AssertionError):
+            wrong()
+
+
+def test_C1_weights_stay_with_their_rows():
+    log_prob = T([-1.0, -2.0, -3.0])
+    loss = crr.crr_loss(log_prob, T([1.0, -1.0, -1.0]), "binary", 1.0, 20.0)
+    permuted = crr.crr_loss(log_prob, T([-1.0, -1.0, 1.0]), "binary", 1.0, 20.0)
+    assert (loss.item(), permuted.item()) == (pytest.approx(1 / 3), pytest.approx(1.0))
+
+
+def test_S8_loss_of_a_batch_is_the_mean_of_its_rows():
+    log_prob, advantage = torch.randn(7), torch.randn(7)
+    rows = [
+        crr.crr_loss(log_prob[i : i + 1], advantage[i : i + 1], "exp", 1.0, 20.0) for i in range(7)
+    ]
+    whole = crr.crr_loss(log_prob, advantage, "exp", 1.0, 20.0)
+    torch.testing.assert_close(whole, torch.stack(rows).mean())
+
+
+def test_C2_S9_no_gradient_through_the_weight():
+    advantage = torch.randn(8, requires_grad=True)
+    log_prob = torch.randn(8, requires_grad=True)
+    crr.crr_loss(log_prob, advantage, "exp", 1.0, 20.0).backward()
+    assert advantage.grad is None and log_prob.grad is not None
+
+
+def test_C9_all_zero_batch_gives_zero_gradient_and_is_logged(tiny):
+    log_prob = torch.randn(8, requires_grad=True)
+    crr.crr_loss(log_prob, -torch.ones(8), "binary", 1.0, 20.0).backward()
+    assert not log_prob.grad.any()  # and no division by the sum of weights: no NaN
+    crr.train(tiny)
+    with open(f"{tiny.run_dir}/metrics.csv") as file:
+        assert "stats/weight_mean" in file.read()
+
+
+def test_C8_evaluation_is_deterministic_by_default(tiny):
+    crr.train(tiny)
+    obs = np.random.default_rng(0).normal(size=(5, 1)).astype(np.float32)
+    policy = crr.load_policy(f"{tiny.run_dir}/checkpoint.pt")
+    assert np.array_equal(policy(obs), policy(obs))
+    cwp = crr.load_policy(f"{tiny.run_dir}/checkpoint.pt", num_cwp_samples=10)
+    assert not np.array_equal(cwp(obs), cwp(obs))  # CWP draws
+
+
+def test_cwp_draws_with_softmax_of_q_over_beta(tiny):
+    """Two candidate actions with known values: the better one is drawn in the right proportion."""
+    actor, critic = crr.Actor(1, 1, 8), crr.TwinCritic(1, 1, 8)
+
+    class Sign(torch.nn.Module):  # Q = +1 for a > 0, -1 for a < 0
+        def forward(self, x):
+            return x[..., 1:].sign()
+
+    critic.members = torch.nn.ModuleList([Sign(), Sign()])
+    space = crr.common.make_env("Probe-v0").action_space
+    args = replace(tiny, num_cwp_samples=2, beta=2.0)
+    policy = crr.make_policy(actor, critic, torch.zeros(1), torch.ones(1), space, args)
+    positive = (policy(np.zeros((100_000, 1), np.float32)) > 0).mean()
+    # both candidates are positive with 1/4, one of them with 1/2: then softmax([1, -1] / 2) decides
+    expected = 0.25 + 0.5 / (1 + math.exp(-2 / 2.0))
+    assert positive == pytest.approx(expected, abs=0.01)
+
+
+def test_S15_acting_and_training_preprocess_alike(tiny):
+    """The policy of raw observations is the actor of standardised ones."""
+    crr.train(tiny)
+    checkpoint = load(tiny.run_dir)
+    actor = crr.Actor(1, 1, tiny.hidden_dim)
+    actor.load_state_dict(checkpoint["actor"])
+    raw = np.load(tiny.dataset)["observations"][:50]
+    standardised = (T(raw) - checkpoint["obs_mean"]) / checkpoint["obs_std"]
+    with torch.no_grad():
+        expected = torch.tanh(actor(standardised)[0]).numpy()
+    actual = crr.load_policy(f"{tiny.run_dir}/checkpoint.pt")(raw)
+    np.testing.assert_allclose(actual, expected, atol=1e-6)
+    data = np.load(tiny.dataset)["observations"]
+    np.testing.assert_allclose(checkpoint["obs_mean"], data.mean(0), atol=1e-6)
+    np.testing.assert_allclose(checkpoint["obs_std"], data.std(0, ddof=1) + 1e-3, atol=1e-5)
+
+
+def test_C6_discrete_actions_are_refused_not_sampled(tiny):
+    with pytest.raises(crr.InputError, match="CartPole-v1: actions must be continuous"):
+        crr.train(replace(tiny, env_id="CartPole-v1"))
+
+
+# ---- the loop against an independent implementation
+
+
+@pytest.mark.parametrize("advantage_type", ["mean", "max"])
+@pytest.mark.parametrize("weight_type", ["binary", "exp"])
+def test_C4_C7_loop_equals_an_independent_implementation(tiny, advantage_type, weight_type):
+    """Six updates, written once more with torch.distributions, one member and one sample at a time.
+
+    Any wiring mistake shows: online for target networks, s for s', a minimum where a mean belongs,
+    a term too many (C7), an update in the wrong order, a mask of the wrong flag.
+    """
+    args = replace(
+        tiny,
+        total_updates=6,
+        target_interval=2,
+        tau=0.3,
+        num_action_samples=3,
+        advantage_type=advantage_type,
+        weight_type=weight_type,
+        beta=0.7,
+        max_weight=1.5,
+    )
+    crr.train(args)
+    trained = load(args.run_dir)
+
+    file = np.load(args.dataset)
+    obs, action, reward, next_obs = (
+        T(file[name]) for name in ("observations", "actions", "rewards", "next_observations")
+    )
+    mean, std = obs.mean(0), obs.std(0) + 1e-3
+    obs, next_obs, reward = (obs - mean) / std, (next_obs - mean) / std, 0.1 * reward
+    terminated = T(file["terminations"])
+    torch.manual_seed(args.seed)
+    actor, critic = crr.Actor(1, 1, 16), crr.TwinCritic(1, 1, 16)
+    old_actor, old_critic = deepcopy(actor), deepcopy(critic)
+    actor_opt = torch.optim.Adam(actor.parameters(), 3e-4)
+    critic_opt = torch.optim.Adam(critic.parameters(), 3e-4)
+    generator = torch.Generator().manual_seed(args.seed)
+
+    def distribution(network, s):
+        mean, log_std = network(s)
+        return torch.distributions.Normal(mean, log_std.exp())
+
+    for step in range(1, 7):
+        index = torch.randint(300, (32,), generator=generator)
+        s, a, r, s2, end = (x[index] for x in (obs, action, reward, next_obs, terminated))
+        noise = torch.randn(1, 32, 1, generator=generator)[0]
+        with torch.no_grad():
+            pi = distribution(old_actor, s2)
+            x = torch.cat([s2, torch.tanh(pi.mean + pi.stddev * noise)], 1)
+            values = [member(x)[:, 0] for member in old_critic.members]
+            smaller = torch.where(values[0] < values[1], values[0], values[1])
+            y = torch.where(end, r, r + args.gamma * smaller)
+        x = torch.cat([s, a], 1)
+        loss = sum(((member(x)[:, 0] - y) ** 2).sum() / 32 for member in critic.members)
+        critic_opt.zero_grad()
+        loss.backward()
+        critic_opt.step()
+
+        noise = torch.randn(3, 32, 1, generator=generator)
+        pi = distribution(actor, s)
+        with torch.no_grad():
+            q = 0.5 * sum(member(x)[:, 0] for member in critic.members)
+            samples = [torch.tanh(pi.mean + pi.stddev * n) for n in noise]
+            sampled = [
+                0.5 * sum(member(torch.cat([s, sample], 1))[:, 0] for member in critic.members)
+                for sample in samples
+            ]
+            if advantage_type == "mean":
+                advantage = q - sum(sampled) / 3
+            else:
+                advantage = q - torch.maximum(torch.maximum(sampled[0], sampled[1]), sampled[2])
+            if weight_type == "binary":
+                weight = torch.where(advantage > 0, 1.0, 0.0)
+            else:
+                weight = torch.exp(advantage / 0.7).clamp(max=1.5)
+        clipped = a.clamp(-0.999, 0.999)
+        log_prob = (pi.log_prob(torch.atanh(clipped)) - torch.log(1 - clipped**2))[:, 0]
+        actor_opt.zero_grad()
+        (-(weight * log_prob).sum() / 32).backward()
+        actor_opt.step()
+        if step % 2 == 0:
+            with torch.no_grad():
+                for old, new in ((old_actor, actor), (old_critic, critic)):
+                    for p_old, p_new in zip(old.parameters(), new.parameters()):
+                        p_old.copy_(0.7 * p_old + 0.3 * p_new)
+
+    expected = flat(
+        {
+            "actor": actor.state_dict(),
+            "critic": critic.state_dict(),
+            "target_actor": old_actor.state_dict(),
+            "target_critic": old_critic.state_dict(),
+        }
+    )
+    torch.testing.assert_close(flat(trained), expected, rtol=1e-4, atol=2e-6)

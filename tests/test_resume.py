@@ -1,0 +1,270 @@
+"""A run that is stopped and resumed ends bit-equal to one that never stopped."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import flat, load
+
+from algos import crr
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def assert_same_state(left: dict, right: dict):
+    """Everything in two checkpoints but the clock and the names of their folders."""
+    assert left.keys() == right.keys()
+    for key in left.keys() - {"seconds", "args"}:
+        assert_equal(left[key], right[key], key)
+
+
+def assert_equal(left, right, where):
+    if isinstance(left, torch.Tensor):
+        assert torch.equal(left, right), where
+    elif isinstance(left, dict):
+        assert left.keys() == right.keys(), where
+        for key in left:
+            assert_equal(left[key], right[key], f"{where}.{key}")
+    elif isinstance(left, list):
+        for a, b in zip(left, right, strict=True):
+            assert_equal(a, b, where)
+    else:
+        assert left == right, where
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {},
+        {"weight_type": "exp", "advantage_type": "max", "tau": 1.0, "target_interval": 7},
+        {"num_cwp_samples": 3, "dataset": "random:200", "normalize_reward": True},
+        {"total_epochs": 2},
+    ],
+    ids=["default", "hard-targets", "cwp-random-data", "epochs"],
+)
+def test_S17_n_plus_n_is_2n(tiny, tmp_path, flags):
+    tiny = replace(tiny, **flags)
+    whole = replace(tiny, total_updates=40, run_dir=str(tmp_path / "whole"))
+    half = replace(tiny, total_updates=20, run_dir=str(tmp_path / "half"))
+    if "total_epochs" in flags:  # 2 epochs of ceil(300 / 32) = 10 updates
+        whole = replace(whole, total_epochs=4)
+    crr.train(whole)
+    crr.train(half)
+    assert load(half.run_dir)["step"] == 20
+    crr.train(
+        replace(
+            half,
+            total_updates=half.total_updates if half.total_epochs else 40,
+            total_epochs=half.total_epochs and 4,
+            resume=half.run_dir,
+        )
+    )
+    assert load(whole.run_dir)["step"] == 40
+    assert_same_state(load(whole.run_dir), load(half.run_dir))
+    assert_same_state(load(whole.run_dir, "best.pt"), load(half.run_dir, "best.pt"))
+    assert metrics_of(whole.run_dir) == metrics_of(half.run_dir)
+
+
+def metrics_of(run_dir):
+    """Step, key and value of every logged scalar that is not a time."""
+    rows = [line.split(",") for line in Path(run_dir, "metrics.csv").read_text().splitlines()]
+    return [(step, key, value) for step, _, key, value in rows if "per_second" not in key]
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_S17_interrupted_schedule_goes_on_where_it_was(tiny, tmp_path, monkeypatch, schedule):
+    """A signal in the middle of the budget: the schedule still spans the whole of it."""
+    args = replace(tiny, lr_schedule=schedule, warmup_updates=5)
+    whole = replace(args, run_dir=str(tmp_path / "whole"))
+    crr.train(whole)
+
+    original = crr.Logger.scalars
+
+    def interrupting(self, step, values):
+        original(self, step, values)
+        if step == 10 and "losses/actor" in values:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(crr.Logger, "scalars", interrupting)
+    result = crr.train(args)
+    assert (result["step"], result["signal"]) == (10, signal.SIGTERM)
+    monkeypatch.undo()
+    crr.train(replace(args, resume=args.run_dir))
+    assert_same_state(load(whole.run_dir), load(args.run_dir))
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL  # handlers were put back
+
+
+def test_S17_checkpoint_holds_every_part(tiny):
+    """Each of these, left out or reset, would make a resumed run another run."""
+    crr.train(tiny)
+    checkpoint = load(tiny.run_dir)
+    assert checkpoint.keys() == {
+        *("algo", "args", "step", "seconds", "best_return", "evals_since_best", "fingerprint"),
+        *("generator", "obs_mean", "obs_std", "actor", "critic", "target_actor"),
+        *("target_critic", "actor_opt", "critic_opt"),
+    }
+    assert checkpoint["args"] == asdict(tiny)
+    assert not torch.equal(flat(checkpoint, ["actor"]), flat(checkpoint, ["target_actor"]))
+    for name in ("actor_opt", "critic_opt"):
+        states = checkpoint[name]["state"]
+        assert all(state["step"].item() == 20 for state in states.values()) and len(states) > 0
+
+
+def test_S20_checkpoints_load_without_pickle(tiny):
+    crr.train(tiny)
+    for name in ("checkpoint.pt", "best.pt"):
+        torch.load(f"{tiny.run_dir}/{name}", weights_only=True)
+
+
+def test_S19_evaluation_does_not_change_training(tiny, tmp_path):
+    """Every update or only at the end, two episodes or five, greedy or CWP: the same parameters."""
+    runs = [
+        replace(tiny, eval_interval=1, run_dir=str(tmp_path / "a")),
+        replace(tiny, eval_interval=1000, run_dir=str(tmp_path / "b")),
+        replace(tiny, eval_episodes=5, num_cwp_samples=4, run_dir=str(tmp_path / "c")),
+    ]
+    parameters = []
+    for args in runs:
+        crr.train(args)
+        parameters.append(flat(load(args.run_dir)))
+    assert torch.equal(parameters[0], parameters[1]) and torch.equal(parameters[0], parameters[2])
+
+
+def test_same_seed_same_numbers_other_seed_other_numbers(tiny, tmp_path):
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        torch.randn(7)  # the state of the global generator must not matter
+        np.random.rand(3)
+        crr.train(replace(tiny, seed=seed, run_dir=str(tmp_path / name)))
+    a, b, c = (flat(load(tmp_path / name)) for name in "abc")
+    assert torch.equal(a, b) and not torch.equal(a, c)
+
+
+def test_resume_refuses_other_flags_and_other_data(tiny, probe_data, tmp_path):
+    path = tmp_path / "data.npz"
+    path.write_bytes(Path(probe_data).read_bytes())
+    tiny = replace(tiny, dataset=str(path))
+    crr.train(tiny)
+    more = replace(tiny, resume=tiny.run_dir, total_updates=40)
+    with pytest.raises(crr.InputError, match=r"--resume keeps gamma = 0\.99 of the run, got 0\.9"):
+        crr.train(replace(more, gamma=0.9))
+    with pytest.raises(crr.InputError, match="--resume keeps env_id = Probe-v0"):
+        crr.train(replace(more, env_id="Pendulum-v1"))
+    with pytest.raises(crr.InputError, match="has had its 20 updates"):
+        crr.train(replace(more, total_updates=20))
+    with pytest.raises(crr.InputError, match="holds a run already"):
+        crr.train(tiny)
+    data = dict(np.load(path))
+    data["rewards"][3] += 1
+    np.savez(path, **data)
+    with pytest.raises(crr.InputError, match="is not the data that the run began with"):
+        crr.train(more)
+    assert load(tiny.run_dir)["step"] == 20  # nothing was touched
+
+
+def test_resume_may_change_budget_intervals_and_stops(tiny):
+    crr.train(tiny)
+    changes = {"eval_interval": 7, "checkpoint_interval": 3, "log_interval": 2, "patience": 50}
+    crr.train(replace(tiny, resume=tiny.run_dir, total_updates=30, target_return=1e9, **changes))
+    checkpoint = load(tiny.run_dir)
+    assert checkpoint["step"] == 30 and checkpoint["args"]["eval_interval"] == 7
+
+
+def test_resume_drops_what_was_logged_after_the_checkpoint(tiny):
+    """After a kill, metrics.csv is ahead of the checkpoint, and may end in half a line."""
+    crr.train(tiny)
+    path = Path(tiny.run_dir, "metrics.csv")
+    before = path.read_text()
+    path.write_text(before + "21,1.0,losses/actor,5\n22,1.0,losses/act")
+    crr.cut_metrics(str(path), 20)
+    assert path.read_text() == before
+
+
+def test_early_stops_and_best(tiny, monkeypatch, capsys):
+    """Evaluations are scripted: 1, 3, 2, 2, 2, ... so that every rule has one right answer."""
+    script = iter([0.0, 1.0, 3.0, 2.0, 2.0, 2.0, 2.0, 2.0])
+    monkeypatch.setattr(
+        crr.common, "evaluate", lambda *_: np.full(2, next(script), dtype=np.float64)
+    )
+    args = replace(tiny, total_updates=100, patience=2, quiet=False)
+    result = crr.train(args)
+    assert (result["step"], result["eval/best_return"]) == (40, 3.0)  # 20 best, 30, 40 not better
+    assert load(args.run_dir, "best.pt")["step"] == 20
+    assert "the last 2 evaluations were not better" in capsys.readouterr().out
+
+    script = iter([0.0, 1.0, 3.0, 2.0])
+    args = replace(args, target_return=3.0, run_dir=args.run_dir + "-target")
+    assert crr.train(args)["step"] == 20
+    assert "an evaluation reached the target of 3.0" in capsys.readouterr().out
+
+
+def test_last_evaluation_and_checkpoint_are_of_the_last_update(tiny):
+    result = crr.train(replace(tiny, total_updates=23))
+    assert result["step"] == 23 and load(tiny.run_dir)["step"] == 23
+    steps = [step for step, key, _ in metrics_of(tiny.run_dir) if key == "eval/return_mean"]
+    assert steps == ["0", "10", "20", "23"]
+
+
+def test_kill_in_the_middle_of_a_save(tiny, tmp_path):
+    """kill -9 while a save is half written: the checkpoint before it is whole, and the resumed run
+    ends as the one that was never killed. A slow disk makes the window wide enough to hit."""
+    whole = replace(tiny, total_updates=60, checkpoint_interval=10, run_dir=str(tmp_path / "whole"))
+    crr.train(whole)
+    killed = replace(whole, run_dir=str(tmp_path / "killed"))
+    script = f"""
+import sys, time
+sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
+import torch
+import conftest
+from algos import crr
+save, saves = torch.save, []
+def slow_save(checkpoint, file):
+    if "checkpoint.pt" in file.name:
+        saves.append(checkpoint["step"])
+        if checkpoint["step"] == 30:
+            file.write(b"half a checkpoint")
+            file.flush()
+            print("saving", flush=True)
+            time.sleep(60)
+    save(checkpoint, file)
+torch.save = slow_save
+crr.train(crr.Args(**{asdict(killed)!r}))
+"""
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "saving\n"
+    process.kill()
+    process.wait()
+    assert Path(killed.run_dir, "checkpoint.pt.tmp").read_bytes() == b"half a checkpoint"
+    assert load(killed.run_dir)["step"] == 20
+    crr.train(replace(killed, resume=killed.run_dir))
+    assert_same_state(load(whole.run_dir), load(killed.run_dir))
+
+
+def test_ctrl_c_saves_and_resume_is_bit_exact(tmp_path):
+    """The script itself, stopped by a real Ctrl-C, then resumed with the line that it printed."""
+    command = [sys.executable, str(ROOT / "algos" / "crr.py")]
+    flags = ["--dataset", "random:500", "--hidden-dim", "16", "--total-updates", "500"]
+    flags += ["--eval-episodes", "1", "--log-interval", "10", "--torch-threads", "1"]
+    process = subprocess.Popen(
+        [*command, *flags, "--run-dir", "run"], cwd=tmp_path, stdout=subprocess.PIPE, text=True
+    )
+    metrics = tmp_path / "run" / "metrics.csv"
+    while not (metrics.exists() and "losses/actor" in metrics.read_text()):
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGINT
+    assert "SIGINT was received" in output
+    assert 10 <= load(tmp_path / "run")["step"] < 500
+    resume = re.search(r"resume: python \S+ (--resume \S+)", output).group(1).split()
+    subprocess.run([*command, *resume, "--quiet"], cwd=tmp_path, check=True)
+    subprocess.run([*command, *flags, "--run-dir", "whole", "--quiet"], cwd=tmp_path, check=True)
+    assert_same_state(load(tmp_path / "whole"), load(tmp_path / "run"))
