@@ -15,6 +15,7 @@ import csv
 import math
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,17 +23,16 @@ import numpy as np
 import tyro
 
 ROOT = Path(__file__).resolve().parents[1]
-BEGIN, END = b"<!-- results:begin -->", b"<!-- results:end -->"
 NUM_RESAMPLES = 10_000
 HEADER = (
     "| variant | seeds | updates | random policy | behaviour policy | BC "
-    "| last: IQM [95 % interval] | last: mean | best: IQM [95 % interval] |"
+    "| last: IQM [95 % interval] | last: mean [95 % interval] | best: IQM [95 % interval] |"
 )
 NOTE = """\
 Made by `python benchmark/report.py`. Returns are means over the evaluation episodes. IQM is the
-interquartile mean over seeds, in brackets its 95 % bootstrap interval. *Last* is the policy at the
-end of training; *best* is the highest evaluation of each run, which flatters. *BC* is the last IQM
-of behaviour cloning on the same data."""
+interquartile mean over seeds; in brackets stand 95 % bootstrap intervals. *Last* is the policy at
+the end of training; *best* is the highest evaluation of each run, which flatters. *BC* is the last
+IQM of behaviour cloning on the same data."""
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart, without yellow (too pale).
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
@@ -78,8 +78,14 @@ def iqm(scores: np.ndarray) -> np.ndarray:
     return np.average(np.sort(scores, axis=-1), axis=-1, weights=weights)
 
 
-def bootstrap_interval(scores: np.ndarray) -> tuple[float, float]:
-    """[S, T] -> the 95 % percentile-bootstrap interval of the IQM of all S * T scores.
+def mean(scores: np.ndarray) -> np.ndarray:
+    return scores.mean(axis=-1)
+
+
+def bootstrap_interval(
+    scores: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray] = iqm
+) -> tuple[float, float]:
+    """[S, T] -> the 95 % percentile-bootstrap interval of a statistic of all S * T scores.
 
     Stratified: each task draws its seeds anew, apart from the others, since seed 3 of one task has
     nothing to do with seed 3 of another. With T > 1 the scores must share a scale.
@@ -88,7 +94,7 @@ def bootstrap_interval(scores: np.ndarray) -> tuple[float, float]:
     rng = np.random.default_rng(0)  # the same data must give the same README
     index = rng.integers(num_seeds, size=(NUM_RESAMPLES, num_seeds, num_tasks))
     resampled = scores[index, np.arange(num_tasks)]  # [R, S, T]
-    low, high = np.percentile(iqm(resampled.reshape(NUM_RESAMPLES, -1)), [2.5, 97.5])
+    low, high = np.percentile(statistic(resampled.reshape(NUM_RESAMPLES, -1)), [2.5, 97.5])
     return low.item(), high.item()
 
 
@@ -189,12 +195,12 @@ def span(values: list[int]) -> str:
     return f"{low:,}" if low == high else f"{low:,}-{high:,}"
 
 
-def estimate(scores: np.ndarray) -> str:
-    """[S] -> "IQM [low, high]". One seed says nothing about the others, so it gets no interval."""
+def estimate(scores: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray]) -> str:
+    """[S] -> "value [low, high]". One seed says nothing about the others: it gets no interval."""
     if len(scores) == 1:
         return number(scores[0])
-    low, high = bootstrap_interval(scores[:, None])
-    return f"{number(iqm(scores))} [{number(low)}, {number(high)}]"
+    low, high = bootstrap_interval(scores[:, None], statistic)
+    return f"{number(statistic(scores))} [{number(low)}, {number(high)}]"
 
 
 def table(results: Results, group: tuple[str, ...]) -> str:
@@ -203,7 +209,7 @@ def table(results: Results, group: tuple[str, ...]) -> str:
     for variant, runs in group_of(results, group).items():
         last, best = last_and_best(runs)
         updates = span([run.steps[-1] for run in runs])
-        scores = (estimate(last), number(last.mean()), estimate(best))
+        scores = (estimate(last, iqm), estimate(last, mean), estimate(best, iqm))
         cells = [variant, str(len(runs)), updates, *compare, *scores]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -260,12 +266,13 @@ def section(results: Results, figures: dict[tuple[str, ...], Path], readme: Path
     return "\n\n".join(parts)
 
 
-def replace_section(readme: bytes, text: str) -> bytes:
+def replace_section(readme: bytes, text: str, name: str) -> bytes:
     """In bytes, so that line ends and encoding of everything around it stay as they are."""
-    before, begin, rest = readme.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end or BEGIN in rest or END in before or END in after:
-        markers = f"{BEGIN.decode()} and {END.decode()}"
+    first, last = f"<!-- {name}:begin -->".encode(), f"<!-- {name}:end -->".encode()
+    before, begin, rest = readme.partition(first)
+    _, end, after = rest.partition(last)
+    if not begin or not end or first in rest or last in before or last in after:
+        markers = f"{first.decode()} and {last.decode()}"
         raise ReportError(f"the README must have the markers {markers}, once each, in this order")
     return b"".join([before, begin, b"\n\n", text.encode(), b"\n\n", end, after])
 
@@ -287,7 +294,7 @@ def main(options: Options) -> int:
         figures = {group: options.figures / f"{'__'.join(group)}.png" for group in groups}
         text = section(results, figures, options.readme)
         old = options.readme.read_bytes()
-        new = replace_section(old, text)
+        new = replace_section(old, text, "results")
         if options.check:
             if new == old:
                 return 0

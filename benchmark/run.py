@@ -17,6 +17,7 @@ import csv
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -40,8 +41,9 @@ class Row:
 
     @property
     def name(self) -> str:
-        dataset = "shipped" if self.dataset == "auto" else self.dataset.replace(":", "-")
-        return f"{self.algo}__{self.env_id}__{dataset}__{self.variant}"
+        dataset = "shipped" if self.dataset == "auto" else self.dataset
+        name = f"{self.algo}__{self.env_id}__{dataset}__{self.variant}"
+        return name.replace(":", "-").replace("/", "-")
 
 
 CRR_VARIANTS = {
@@ -164,6 +166,8 @@ def main(options: Options) -> int:
     for env_id in {row.env_id for row in rows}:
         evaluate_random_policy(env_id, options.results)
 
+    for number in (signal.SIGINT, signal.SIGTERM):  # SIGINT is ignored in a shell's background jobs
+        signal.signal(number, signal.default_int_handler)
     running: list[Run] = []
     failed: list[Run] = []
     num_waiting, start, num_done = len(waiting), time.time(), 0

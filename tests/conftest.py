@@ -1,6 +1,7 @@
 """Small environments with known answers, and a short CRR run that most tests start from."""
 
 import os
+from pathlib import Path
 
 os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # videos are rendered without a screen
 
@@ -11,6 +12,7 @@ import torch
 
 from algos import crr
 
+ROOT = Path(__file__).resolve().parents[1]
 torch.set_num_threads(1)  # tests run several at once, and small networks gain nothing from two
 
 

@@ -10,11 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import flat, load
+from conftest import ROOT, flat, load
 
 from algos import crr
 
-ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = str(ROOT / "algos" / "crr.py")
 
 

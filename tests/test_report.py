@@ -1,6 +1,7 @@
 """benchmark/report.py against numbers that were worked out by hand or by brute force."""
 
 import itertools
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from benchmark import report
 
 ROOT = Path(__file__).resolve().parents[1]
 GROUP = ("crr", "Env-v1", "shipped")
-MARKERS = (report.BEGIN, report.END)
+MARKERS = (b"<!-- results:begin -->", b"<!-- results:end -->")
 BEFORE, AFTER = b"# caf\xe9\r\ntext \n\n", b"\r\nmore\t\n\n| a | 1.0 |"  # no UTF-8, mixed line ends
 
 
@@ -129,16 +130,24 @@ def test_table_by_hand(options):
         "behaviour policy",
         "BC",
         "last: IQM [95 % interval]",
-        "last: mean",
+        "last: mean [95 % interval]",
         "best: IQM [95 % interval]",
     ]
     assert len(table[1]) == 9 and set("".join(table[1])) == set(":- ") - {" "}
     last_low, last_high = report.bootstrap_interval(np.array([[10.0], [20], [40], [100]]))
     best_low, best_high = report.bootstrap_interval(np.array([[60.0], [50], [80], [200]]))
     # behaviour: (4 * 12 + 22) / 5; last: (20 + 40) / 2 and 170 / 4; best: (60 + 80) / 2
+    # the mean's interval: the quantiles of all 4^4 equally likely resamples
+    means = [np.mean(draw) for draw in itertools.product([10.0, 20, 40, 100], repeat=4)]
+    low, high = np.percentile(means, [2.5, 97.5])
+    name, *_, mean, _ = table[2]
+    mean, mean_low, mean_high = map(float, re.findall(r"[\d.]+", mean))
+    assert (name, mean) == ("mean-exp", 42.5)
+    assert (mean_low, mean_high) == (pytest.approx(low, abs=2.6), pytest.approx(high, abs=2.6))
     last = f"30.0 [{last_low:.1f}, {last_high:.1f}]"
     best = f"70.0 [{best_low:.1f}, {best_high:.1f}]"
-    assert table[2] == ["mean-exp", "4", "1,000", "-3.5", "14.0", "7.0", last, "42.5", best]
+    assert table[2][:7] == ["mean-exp", "4", "1,000", "-3.5", "14.0", "7.0", last]
+    assert table[2][8] == best
     # BC stands last although b < m; one seed has no interval
     assert table[3] == ["bc", "1", "1,000", "-3.5", "14.0", "7.0", "7.0", "7.0", "9.0"]
     assert len(table) == 4
@@ -156,8 +165,8 @@ def test_groups_have_tables_and_figures_of_their_own(options, capsys):
     assert report.main(options) == 0
     printed = capsys.readouterr().out
     first, second = printed.split("### ")[1:]  # random-10, shipped
-    assert "| 77.0 |" in first and "| 42.5 |" not in first
-    assert "| 77.0 |" not in second and "| 42.5 |" in second
+    assert "| 77.0 |" in first and "| 42.5 [" not in first
+    assert "| 77.0 |" not in second and "| 42.5 [" in second
     for dataset, part in (("random-10", first), ("shipped", second)):
         path = f"docs/figures/crr__Env-v1__{dataset}.png"
         assert f"]({path})" in part and (options.readme.parent / path).is_file()
@@ -176,7 +185,7 @@ def test_early_stop_is_carried_forward(tmp_path):
     assert steps.tolist() == [0, 10, 20, 30]
     assert returns.tolist() == [[1, 2, 3, 4], [5, 8, 8, 8], [6, 6, 7, 9]]
     row = cells(report.table(results, GROUP))[2]
-    assert row[2] == "10-30" and row[7] == "7.0"  # (4 + 8 + 9) / 3
+    assert row[2] == "10-30" and row[7].startswith("7.0 [")  # (4 + 8 + 9) / 3
 
 
 def test_curve_starts_where_all_seeds_have_a_value(tmp_path):
@@ -299,7 +308,7 @@ def test_check(options, capsys):
     assert report.main(options) == 0
     assert capsys.readouterr() == ("", "")
 
-    stale = current.replace(b"| 42.5 |", b"| 42.6 |")  # a number of the README
+    stale = current.replace(b"| 42.5 [", b"| 42.6 [")  # a number of the README
     assert stale != current
     options.readme.write_bytes(stale)
     assert report.main(options) == 1
@@ -381,7 +390,7 @@ def test_command_line(options, tmp_path):
     folders = ["--readme", "README.md", "--figures", "figures"]
     done = subprocess.run([*script, "results", *folders], cwd=tmp_path, capture_output=True)
     assert done.returncode == 0, done.stderr.decode()
-    assert b"| 42.5 |" in done.stdout
+    assert b"| 42.5 [" in done.stdout
     assert b"](figures/crr__Env-v1__shipped.png)" in options.readme.read_bytes()
     assert (tmp_path / "figures" / "crr__Env-v1__shipped.png").is_file()
     done = subprocess.run([*script, "nowhere", "--check"], cwd=tmp_path, capture_output=True)

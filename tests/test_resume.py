@@ -12,11 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import flat, load
+from conftest import ROOT, flat, load
 
 from algos import crr
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def assert_same_state(left: dict, right: dict):

@@ -1,0 +1,40 @@
+"""Time an update in windows and print one JSON line. Runs in the peers' environments, too, so it
+needs nothing but the standard library and torch."""
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from itertools import pairwise
+
+import torch
+
+parser = argparse.ArgumentParser()
+for flag, default in (("--threads", 1), ("--windows", 3), ("--updates", 100)):
+    parser.add_argument(flag, type=int, default=default)
+ARGS = parser.parse_args()
+torch.set_num_threads(ARGS.threads)
+
+
+def clock() -> tuple[float, float]:
+    return time.perf_counter(), time.process_time()
+
+
+def report(marks: list[tuple[float, float]]) -> None:
+    """marks: the clock at the start and at the end of each window."""
+    with open("/proc/self/status") as status:  # not ru_maxrss, which may be the parent's peak
+        peak_kb = next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
+    wall = [(after[0] - before[0]) / ARGS.updates for before, after in pairwise(marks)]
+    cpu = [(after[1] - before[1]) / ARGS.updates for before, after in pairwise(marks)]
+    print(json.dumps({"wall": wall, "cpu": cpu, "peak_mb": peak_kb / 1024}))
+
+
+def measure(update: Callable[[], None]) -> None:
+    for _ in range(50):  # allocator, Adam's state, first calls
+        update()
+    marks = [clock()]
+    for _ in range(ARGS.windows):
+        for _ in range(ARGS.updates):
+            update()
+        marks.append(clock())
+    report(marks)

@@ -1,0 +1,192 @@
+"""How fast is an update? Ours, the peers' and the limit, measured side by side.
+
+    python benchmark/speed.py                    ours against the limit
+    python benchmark/speed.py --peers            and against other libraries, each in a fresh venv
+
+Machines are noisy, so that only ratios within one run mean something: the contenders take turns,
+round after round, each in a process of its own, several windows each. Printed are updates per
+CPU-second at one thread and per second of wall-clock at two, the median over all windows with
+their range, and the ratio of the medians. The limit is what the matrix products of the same
+networks cost, forward, backward and Adam, without anything else (benchmark/peers/limit_crr.py).
+
+Also: how long --help and the first update take, and what a dataset of a million transitions costs.
+The windows go to benchmark/results/speed.csv, the tables between the speed markers of the README.
+"""
+
+import csv
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import tyro
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from benchmark import report
+
+PEERS = {  # what to install beside torch, and the script that times it
+    "d3rlpy": ("d3rlpy==2.8.1", "d3rlpy_crr.py"),
+    "axiomrl": ("axiomrl==1.0.3", "axiomrl_crr.py"),
+}
+TORCH = "torch==2.13.0"
+
+
+@dataclass
+class Options:
+    peers: bool = False  # also time other libraries; installs each into a venv of its own
+    venvs: Path | None = None  # keep those venvs here [a temporary folder]
+    rounds: int = 3  # turns of every contender
+    windows: int = 3  # windows per turn
+    updates: int = 100  # updates per window
+    readme: Path = ROOT / "README.md"  # the file with the two speed markers
+    results: Path = ROOT / "benchmark" / "results"  # where speed.csv goes
+
+
+def install_peers(folder: Path) -> dict[str, list[str]]:
+    commands = {}
+    for name, (package, script) in PEERS.items():
+        python = folder / name / "bin" / "python"
+        if not python.exists():
+            print(f"installing {package} ...", flush=True)
+            subprocess.run([sys.executable, "-m", "venv", folder / name], check=True)
+            for packages in ([TORCH], [TORCH, package]):  # torch first: pip must not pick another
+                subprocess.run([python, "-m", "pip", "install", "-q", *packages], check=True)
+        commands[name] = [str(python), str(ROOT / "benchmark" / "peers" / script)]
+    return commands
+
+
+def measure_updates(commands: dict[str, list[str]], options: Options) -> list[dict]:
+    """One row per window: contender, threads, seconds of wall and of CPU per update."""
+    rows = []
+    for turn in range(options.rounds):
+        for threads in (1, 2):
+            for name, command in commands.items():
+                flags = {"threads": threads, "windows": options.windows, "updates": options.updates}
+                words = [word for key, value in flags.items() for word in (f"--{key}", str(value))]
+                environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
+                result = subprocess.run(
+                    [*command, *words], env=environment, capture_output=True, text=True
+                )
+                if result.returncode != 0:
+                    raise SystemExit(f"{name} failed:\n{result.stderr[-2000:]}")
+                timing = json.loads(result.stdout.splitlines()[-1])
+                peak_mb = round(timing["peak_mb"])
+                for wall, cpu in zip(timing["wall"], timing["cpu"]):
+                    times = {"wall": f"{wall:.6f}", "cpu": f"{cpu:.6f}", "peak_mb": peak_mb}
+                    rows.append({"contender": name, "threads": threads, "turn": turn, **times})
+                print(f"round {turn + 1} threads {threads} {name}: {1 / wall:.0f}/s", flush=True)
+    return rows
+
+
+def speed_table(rows: list[dict]) -> str:
+    lines = [
+        "| CRR update | per CPU-second, 1 thread | x ours | per second, 2 threads | x ours | MB |",
+        "| :-- | --: | --: | --: | --: | --: |",
+    ]
+    rates = {}
+    for row in rows:
+        unit = "cpu" if int(row["threads"]) == 1 else "wall"
+        key = row["contender"], int(row["threads"])
+        rates.setdefault(key, []).append(1 / float(row[unit]))
+    for name in dict.fromkeys(row["contender"] for row in rows):
+        cells = [name]
+        for threads in (1, 2):
+            mine, ours = rates[name, threads], statistics.median(rates["ours", threads])
+            median = statistics.median(mine)
+            cells.append(f"{median:.0f} [{min(mine):.0f}, {max(mine):.0f}]")
+            cells.append(f"{median / ours:.2f}")
+        peak = max(int(row["peak_mb"]) for row in rows if row["contender"] == name)
+        lines.append(f"| {' | '.join([*cells, str(peak)])} |")
+    return "\n".join(lines)
+
+
+def children_cpu() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def measure_start() -> str:
+    """--help, and the time from the command to the first update with the shipped npz."""
+    script, before = str(ROOT / "algos" / "crr.py"), children_cpu()
+    subprocess.run([sys.executable, script, "--help"], capture_output=True, check=True)
+    help_seconds = children_cpu() - before
+    with tempfile.TemporaryDirectory() as folder:
+        flags = ["--total-updates", "2", "--log-interval", "1", "--run-dir", f"{folder}/run"]
+        metrics, start = Path(folder, "run", "metrics.csv"), time.perf_counter()
+        process = subprocess.Popen([sys.executable, script, "--quiet", *flags])
+        while not (metrics.exists() and "losses/actor" in metrics.read_text()):
+            time.sleep(0.01)
+        first_update = time.perf_counter() - start
+        process.wait()
+    return (
+        f"`--help` takes {help_seconds:.1f} s of CPU time. The first update comes"
+        f" {first_update:.1f} s after the command, evaluation of the untrained policy included."
+    )
+
+
+LOAD = """
+import sys, time
+sys.path.insert(0, sys.argv[1])
+import common
+def megabytes(key):
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith(key)) / 1024
+env = common.make_env("HalfCheetah-v5")
+before, start = megabytes("VmRSS"), time.perf_counter()
+dataset = common.load_dataset(sys.argv[2], env)
+print(time.perf_counter() - start, megabytes("VmHWM") - before)
+"""
+
+
+def measure_large_dataset() -> str:
+    """A million transitions of HalfCheetah's size: 17 observations, 6 actions."""
+    rng, num_rows = np.random.default_rng(0), 1_000_000
+    obs = rng.standard_normal((num_rows + 1, 17), dtype=np.float32)
+    arrays = {
+        "observations": obs[:-1],
+        "actions": rng.uniform(-1, 1, (num_rows, 6)).astype(np.float32),
+        "rewards": rng.standard_normal(num_rows, dtype=np.float32),
+        "next_observations": obs[1:],
+        "terminations": np.zeros(num_rows, dtype=bool),
+        "truncations": np.arange(num_rows) % 1000 == 999,
+    }
+    size = sum(array.nbytes for array in arrays.values()) / 2**20
+    with tempfile.TemporaryDirectory() as folder:
+        np.savez(f"{folder}/large.npz", **arrays)
+        command = [sys.executable, "-c", LOAD, str(ROOT), f"{folder}/large.npz"]
+        result = subprocess.run(command, capture_output=True, text=True, check=True)
+    seconds, peak = map(float, result.stdout.split())
+    return (
+        f"A million transitions of HalfCheetah's size ({size:.0f} MB of arrays) load and validate"
+        f" in {seconds:.1f} s, with a peak of {peak:.0f} MB, {peak / size:.1f} times the arrays."
+    )
+
+
+def main(options: Options) -> None:
+    ours = [sys.executable, str(ROOT / "benchmark" / "peers" / "ours_crr.py")]
+    limit = [sys.executable, str(ROOT / "benchmark" / "peers" / "limit_crr.py")]
+    commands = {"ours": ours, "the limit (bare matmuls)": limit}
+    with tempfile.TemporaryDirectory() as folder:
+        if options.peers:
+            commands |= install_peers((options.venvs or Path(folder)).resolve())
+        rows = measure_updates(commands, options)
+    with open(options.results / "speed.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0].keys())
+        writer.writeheader()
+        writer.writerows(rows)
+    text = "\n\n".join([speed_table(rows), measure_start(), measure_large_dataset()])
+    print(text)
+    readme = report.replace_section(options.readme.read_bytes(), text, "speed")
+    report.write(options.readme, readme)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))

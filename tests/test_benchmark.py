@@ -1,0 +1,123 @@
+"""benchmark/run.py runs what is not done, goes on with what was cut off, reports what failed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import ROOT, load
+
+from benchmark import run, speed
+
+
+@pytest.fixture
+def options(tmp_path):
+    return run.Options(runs=tmp_path / "runs", results=tmp_path / "results", seeds=1, jobs=2)
+
+
+TINY = "--hidden-dim 16 --batch-size 32 --eval-interval 200 --log-interval 10 --total-updates"
+
+
+def row(variant, num_updates, flags=""):
+    flags = f"{TINY} {num_updates} {flags} --eval-episodes 1"
+    return run.Row("crr", "Pendulum-v1", "random:300", variant, flags, minutes=0)
+
+
+def test_names_are_folders():
+    name = run.Row("fqf", "ALE/Pong-v5", "minari:a/b-v0", "x", "", 0).name
+    assert name == "fqf__ALE-Pong-v5__minari-a-b-v0__x" and run.TABLE[0].name.count("__") == 3
+
+
+def test_every_row_has_a_script_and_a_name_of_its_own():
+    assert len({row.name for row in run.TABLE}) == len(run.TABLE)
+    for entry in run.TABLE:
+        assert (ROOT / "algos" / f"{entry.algo}.py").is_file()
+        groups = {other.variant for other in run.TABLE if other.dataset == entry.dataset}
+        assert "bc" in groups  # the column that no table may lack
+
+
+def test_runs_skips_and_reports_failures(options, monkeypatch, capsys):
+    monkeypatch.setattr(run, "EVALUATION", "")
+    monkeypatch.setattr(run, "TABLE", [row("good", 20), row("bad", 20, "--beta -1")])
+    assert run.main(options) == 1
+    out = capsys.readouterr().out
+    assert "crr__Pendulum-v1__random-300__good seed 1: done" in out
+    assert "crr: beta must be > 0, got -1.0" in out  # the last lines of what failed
+    good = options.results / "crr__Pendulum-v1__random-300__good" / "1"
+    rows = (good / "metrics.csv").read_text().splitlines()
+    assert rows[0] == "step,seconds,key,value" and len(rows) == 1 + 1 + 4 * 2  # two evaluations
+    assert {line.split(",")[0] for line in rows[1:]} == {"0", "20"}
+    args = json.loads((good / "args.json").read_text())
+    assert args["seed"] == 1 and not os.path.isabs(args["run_dir"])
+    random = options.results / "random__Pendulum-v1" / "1" / "metrics.csv"
+    assert -1800 < float(random.read_text().split(",")[-1]) < -900
+    assert not (options.results / "crr__Pendulum-v1__random-300__bad").exists()
+
+    monkeypatch.setattr(run, "TABLE", [row("good", 20)])
+    before = (good / "metrics.csv").stat().st_mtime_ns
+    assert run.main(options) == 0
+    assert "1 of 1 runs are done, 0 to go" in capsys.readouterr().out
+    assert (good / "metrics.csv").stat().st_mtime_ns == before
+
+
+def test_an_interrupted_run_goes_on_from_its_checkpoint(options, monkeypatch, tmp_path):
+    """Stop the whole benchmark in the middle of a run; the same command finishes it."""
+    script = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+from pathlib import Path
+from benchmark import run
+run.EVALUATION = ""
+run.TABLE = [run.Row("crr", "Pendulum-v1", "random:300", "x", {TINY + " 600"!r}, 0)]
+options = run.Options(runs=Path({str(options.runs)!r}), results=Path({str(options.results)!r}))
+options.seeds, options.jobs = 1, 1
+sys.exit(run.main(options))
+"""
+    command = [sys.executable, "-c", script]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    run_dir = options.runs / "crr__Pendulum-v1__random-300__x" / "1"
+    while not (
+        (run_dir / "metrics.csv").exists() and "losses" in (run_dir / "metrics.csv").read_text()
+    ):
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130 and "interrupted" in output
+    stopped_at = load(run_dir)["step"]
+    assert 0 < stopped_at < 600 and not (options.results / "x").exists()
+    subprocess.run(command, check=True, capture_output=True)
+    assert load(run_dir)["step"] == 600
+    result = options.results / run_dir.parent.name / "1" / "metrics.csv"
+    steps = [int(line.split(",")[0]) for line in result.read_text().splitlines()[1:]]
+    assert steps == sorted(steps) and steps.count(600) == 4 and steps.count(200) == 4
+
+
+def test_shipped_dataset_is_what_its_script_makes(tmp_path, monkeypatch):
+    """The first episodes once more: the file in the repo was made by the script beside it."""
+    sys.path.insert(0, str(ROOT / "benchmark" / "data"))
+    import make
+
+    again = make.mixed_episodes("Pendulum-v1", make.pendulum_controller, num_episodes=6, seed=0)
+    shipped = np.load(ROOT / "benchmark" / "data" / "Pendulum-v1.npz", allow_pickle=False)
+    for name, array in again.items():
+        np.testing.assert_allclose(shipped[name][: len(array)], array, atol=1e-4)
+
+
+def test_speed_table_by_hand():
+    rows = [
+        {"contender": name, "threads": threads, "turn": 0, "wall": wall, "cpu": cpu, "peak_mb": 300}
+        for name, factor in (("ours", 1.0), ("peer", 2.0))
+        for threads in (1, 2)
+        for wall, cpu in ((0.01 * factor, 0.02 * factor), (0.02 * factor, 0.04 * factor))
+    ]
+    table = speed.speed_table(rows).splitlines()
+    # one thread counts CPU time: 50 and 25 a second; two threads count wall-clock: 100 and 50
+    assert table[2] == "| ours | 38 [25, 50] | 1.00 | 75 [50, 100] | 1.00 | 300 |"
+    assert table[3] == "| peer | 19 [12, 25] | 0.50 | 38 [25, 50] | 0.50 | 300 |"
+    assert Path(ROOT / "benchmark" / "peers" / speed.PEERS["d3rlpy"][1]).is_file()

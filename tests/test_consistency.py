@@ -1,0 +1,206 @@
+"""What holds one file per algorithm together: copies are fine if a machine checks them."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+FILES = sorted((ROOT / "algos").glob("*.py"))
+TREES = {file.stem: ast.parse(file.read_text()) for file in FILES}
+
+# These carry the algorithm itself, so that they differ by design. Everything else that two files
+# both define is the same text in both.
+MAY_DIFFER = {
+    "Args": "the flags of an algorithm are its own",
+    "ALGO": "the name",
+    "check_args": "it checks those flags",
+    "check_spaces": "algorithms take different spaces",
+    "Buffer": "offline, online and sequence data are stored differently",
+    "make_policy": "what acts is the algorithm's own",
+    "load_policy": "it builds the algorithm's networks",
+    "train": "the loop is the lesson",
+    "evaluate_checkpoint": "the flags that it passes on are the algorithm's own",
+    "RESUME_MAY_CHANGE": "budgets are counted in updates or in environment steps",
+}
+SECTIONS = ["arguments", "networks", "buffer", "losses", "checkpoint", "training"]
+HEADINGS = ["Paper:", "Idea:", "Equations", "Differences from the paper:", "Shapes:", "Run it:"]
+HEADINGS += ["Resume it:"]
+SHARED_FLAGS = [  # in this order, at the top of every Args that has them
+    *("env_id", "seed", "dataset", "reward_scale", "reward_shift", "normalize_reward"),
+    *("total_updates", "total_epochs", "total_timesteps", "batch_size", "gamma", "learning_rate"),
+    *("lr_schedule", "warmup_updates", "hidden_dim", "eval_interval", "eval_episodes"),
+    *("eval_seed", "target_return", "patience", "checkpoint_interval", "log_interval", "run_dir"),
+    *("resume", "evaluate", "record", "capture_video", "quiet", "device", "torch_threads"),
+    "compile",
+]
+EVERY_FILE_HAS = {  # of those: the controls that no algorithm may lack
+    *("env_id", "seed", "eval_interval", "eval_episodes", "eval_seed", "target_return"),
+    *("patience", "lr_schedule", "warmup_updates", "checkpoint_interval", "log_interval"),
+    *("run_dir", "resume", "evaluate", "record", "capture_video", "quiet", "device"),
+    *("torch_threads", "compile"),
+}
+ALLOWED_IMPORTS = {
+    *("csv", "ctypes", "json", "math", "os", "signal", "sys", "threading", "time", "collections"),
+    *("copy", "dataclasses", "functools", "typing", "gymnasium", "numpy", "torch", "tyro"),
+    "common",
+}
+
+
+def definitions(tree):
+    """Top-level functions, classes and constants by name."""
+    found = {}
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found[node.name] = node
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            found[node.targets[0].id] = node
+    return found
+
+
+def flags(name):
+    """Args as {flag: (type, help)}; the help is the trailing comment."""
+    lines = (ROOT / "algos" / f"{name}.py").read_text().splitlines()
+    node = definitions(TREES[name])["Args"]
+    result = {}
+    for field in node.body:
+        assert isinstance(field, ast.AnnAssign), "Args holds flags and nothing else"
+        assert field.lineno == field.end_lineno, f"{field.target.id}: one line per flag"
+        code, _, comment = lines[field.lineno - 1].partition("  # ")
+        assert comment, f"{field.target.id} has no help"
+        result[field.target.id] = (code.split(":")[1].split("=")[0].strip(), comment)
+    return result
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_same_name_same_text(name):
+    source = (ROOT / "algos" / f"{name}.py").read_text()
+    mine = definitions(TREES[name])
+    for other in TREES:
+        other_source = (ROOT / "algos" / f"{other}.py").read_text()
+        for shared, node in definitions(TREES[other]).items():
+            if shared in mine and shared not in MAY_DIFFER:
+                left = ast.get_source_segment(source, mine[shared])
+                right = ast.get_source_segment(other_source, node)
+                assert left == right, f"{shared} differs between {name}.py and {other}.py"
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_one_vocabulary_of_flags(name):
+    mine = flags(name)
+    assert mine.keys() >= EVERY_FILE_HAS
+    shared = [flag for flag in SHARED_FLAGS if flag in mine]
+    assert list(mine)[: len(shared)] == shared, "shared flags come first, in one order"
+    for other in TREES:
+        for flag, description in flags(other).items():
+            if flag in mine:
+                assert mine[flag] == description, f"--{flag} differs in {name}.py and {other}.py"
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_own_flags_follow_a_comment(name):
+    source = (ROOT / "algos" / f"{name}.py").read_text()
+    last_shared = [flag for flag in flags(name) if flag in SHARED_FLAGS][-1]
+    pattern = rf"    {last_shared}: .*\n    # {name.upper()} only\n"
+    assert re.search(pattern, source), f"expected '# {name.upper()} only' after {last_shared}"
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_every_flag_is_read(name):
+    """As args.flag, outside of the function that only checks it."""
+    read = set()
+    for definition, node in definitions(TREES[name]).items():
+        if definition != "check_args":
+            for inner in ast.walk(node):
+                if isinstance(inner, ast.Attribute) and getattr(inner.value, "id", "") == "args":
+                    read.add(inner.attr)
+    assert flags(name).keys() - read == set()
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_sections_in_order(name):
+    source = (ROOT / "algos" / f"{name}.py").read_text()
+    found = re.findall(r"^# ---- (.*)$", source, re.MULTILINE)
+    assert found == [section for section in SECTIONS if section in found]
+    assert set(SECTIONS) - set(found) <= {"buffer"}
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_docstring_headings(name):
+    docstring = ast.get_docstring(TREES[name])
+    positions = [re.search(rf"^{heading}", docstring, re.MULTILINE) for heading in HEADINGS]
+    missing = [heading for heading, found in zip(HEADINGS, positions) if not found]
+    assert missing == []
+    starts = [found.start() for found in positions]
+    assert starts == sorted(starts)
+    assert "arXiv:" in docstring and f"python algos/{name}.py --resume" in docstring
+    assert 20 <= docstring.count("\n") + 1 <= 50
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_imports_are_allowed(name):
+    """Anything else is imported where it is used, so that a plain run does not need it."""
+    for node in TREES[name].body:
+        if isinstance(node, ast.Import):
+            assert {alias.name.split(".")[0] for alias in node.names} <= ALLOWED_IMPORTS
+        elif isinstance(node, ast.ImportFrom):
+            assert node.module.split(".")[0] in ALLOWED_IMPORTS
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_there_is_a_pure_loss_with_a_shape_assert(name):
+    """<algo>_loss takes tensors and numbers, no network, and starts by checking shapes."""
+    loss = definitions(TREES[name])[f"{name}_loss"]
+    annotations = {ast.unparse(argument.annotation) for argument in loss.args.args}
+    assert annotations <= {"torch.Tensor", "float", "int", "str", "bool"}
+    assert isinstance(loss.body[1], ast.Assert)
+
+
+@pytest.mark.parametrize("file", [*FILES, ROOT / "common.py"], ids=lambda file: file.name)
+def test_ascii_and_width(file):
+    for number, line in enumerate(file.read_text().splitlines(), 1):
+        assert line.isascii() and len(line) <= 100, f"{file.name}:{number}"
+
+
+def test_top_level_entries():
+    allowed = {"algos", "benchmark", "tests", "common.py", "requirements.txt", "README.md"}
+    allowed |= {"LICENSE", "runs"}
+    found = {path.name for path in ROOT.iterdir() if not path.name.startswith((".", "__"))}
+    assert found <= allowed
+
+
+# ---- the README is current
+
+
+def test_readme_line_counts():
+    readme = (ROOT / "README.md").read_text()
+    for file in FILES:
+        lines = len(file.read_text().splitlines())
+        row = re.search(rf"\[`algos/{file.name}`\][^\n]*\| (\d+) \|", readme)
+        assert row and int(row[1]) == lines, f"README: {file.name} has {lines} lines"
+
+
+def test_readme_commands_exist():
+    """Each flag of each command in the README is a flag of that script."""
+    readme = (ROOT / "README.md").read_text()
+    commands = re.findall(r"^ *python (algos/\w+\.py[^\n#|&]*)", readme, re.MULTILINE)
+    assert commands
+    for command in commands:
+        script, *words = command.split()
+        known = {f"--{flag.replace('_', '-')}" for flag in flags(Path(script).stem)}
+        assert {word for word in words if word.startswith("--")} <= known, command
+
+
+def test_readme_explains_every_log_key():
+    readme = (ROOT / "README.md").read_text()
+    for file in FILES:
+        keys = set(re.findall(r'"((?:charts|eval|losses|stats|time)/\w+)"', file.read_text()))
+        missing = {key for key in keys if f"`{key}`" not in readme}
+        assert missing == set(), f"README does not explain {missing}"
+
+
+def test_readme_results_are_those_of_the_csv_files():
+    from benchmark import report
+
+    assert report.main(report.Options(check=True)) == 0
