@@ -170,10 +170,11 @@ def random_steps(env: gym.Env, num_steps: int, seed: int) -> dict[str, np.ndarra
 
 def read_npz(path: str) -> dict[str, np.ndarray]:
     """The fields of a file. No pickle is ever loaded: a dataset must not be able to run code."""
-    if not os.path.isfile(path):
-        raise InputError(f"dataset {path} does not exist")
-    with open(path, "rb") as file:
-        head = file.read(256)
+    try:
+        with open(path, "rb") as file:
+            head = file.read(256)
+    except OSError as error:
+        raise InputError(f"dataset {path} cannot be read: {error.strerror}") from None
     if not head:
         raise InputError(f"dataset {path} is an empty file")
     if head.lstrip().startswith(b"<"):
@@ -185,7 +186,7 @@ def read_npz(path: str) -> dict[str, np.ndarray]:
     try:
         with np.load(path, allow_pickle=False) as file:
             for name, spellings in NAMES.items():
-                for spelling in spellings:
+                for spelling in reversed(spellings):  # ours wins if a file has several
                     if spelling in file.files:
                         fields[name] = file[spelling]
             found = ", ".join(file.files)
@@ -276,19 +277,17 @@ def validate(fields: dict[str, np.ndarray], env: gym.Env) -> dict[str, np.ndarra
         raise InputError(f"obs holds {fields['obs'].dtype}, the environment's are uint8")
 
     # episodes: terminated wins if both flags are set; the end of the file is a cut, too
-    terminated = fields["terminated"].astype(bool)
+    terminated, cuts_known = fields["terminated"].astype(bool), "truncated" in fields
     truncated = np.zeros(num_rows, dtype=bool)
-    if "truncated" in fields:
+    if cuts_known:
         truncated = fields["truncated"].astype(bool)
-    elif (
-        "next_obs" in fields
-    ):  # then a row that does not start where the last one ended is a new one
+    elif "next_obs" in fields:  # where a row does not start at the end of the last, one was cut
         truncated[:-1] = row_differs(fields["obs"][1:], fields["next_obs"][:-1])
     truncated = cut_at_end(truncated) & ~terminated
 
     fields |= {"action": action, "terminated": terminated, "truncated": truncated}
     if "next_obs" not in fields:
-        fields = add_next_obs(fields)
+        fields = add_next_obs(fields, cuts_known)
     dtypes = {"obs": obs_dtype, "next_obs": obs_dtype, "reward": np.float32, "action": action_dtype}
     for name, dtype in dtypes.items():
         fields[name] = np.ascontiguousarray(fields[name], dtype=dtype)
@@ -312,7 +311,7 @@ def row_differs(left: np.ndarray, right: np.ndarray) -> np.ndarray:
     return differs
 
 
-def add_next_obs(fields: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def add_next_obs(fields: dict[str, np.ndarray], cuts_known: bool) -> dict[str, np.ndarray]:
     """Two layouts leave next_obs out.
 
     Minari-like: an episode of T steps has T + 1 observations, so nothing is missing.
@@ -326,6 +325,11 @@ def add_next_obs(fields: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         keep = np.ones(len(obs), dtype=bool)
         keep[last_row + 1 + np.arange(len(last_row))] = False  # the final observations
         return fields | {"obs": obs[keep], "next_obs": obs[np.flatnonzero(keep) + 1]}
+    if not cuts_known:
+        raise InputError(
+            "it has neither next_observations nor truncations: nobody can tell where an episode"
+            " was cut, or what came after it"
+        )
     if len(obs) != num_rows:
         raise InputError(
             f"obs has {len(obs)} rows, action has {num_rows}; expected {num_rows}, or"

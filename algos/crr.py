@@ -4,8 +4,8 @@ Paper: "Critic Regularized Regression", Z. Wang, A. Novikov, K. Zolna, J. T. Spr
 B. Shahriari, N. Siegel, J. Merel, C. Gulcehre, N. Heess, N. de Freitas, 2020, arXiv:2006.15134.
 
 Idea: clone the actions of a fixed dataset, but only as far as a learned critic finds them better
-than what the policy would do by itself. The policy is never asked to prefer an action that the data
-do not contain, so the critic's errors outside the data cannot be exploited.
+than what the policy would do by itself. The policy only ever imitates actions of the data, so that
+it cannot chase the critic's errors outside of them.
 
 Equations (a prime marks a target network, Q without an index is the mean of Q_1 and Q_2):
     critic      minimise sum_i (Q_i(s, a) - y)^2
@@ -21,20 +21,21 @@ Differences from the paper:
     - Soft target updates. The paper's hard copies: --tau 1 --target-interval 100.
     - Deterministic evaluation with tanh(mean). The paper's critic-weighted policy (CWP) draws one
       of K sampled actions with probability softmax(Q / beta): --num-cwp-samples 10.
-    - Observations are standardised with the mean and std of the dataset.
+    - Observations are standardised with the mean and std of the dataset, and rewards are scaled by
+      0.1: one learning rate and one beta then fit Pendulum, whose returns reach -1800.
 
-Shapes: N rows of data, B batch, C = 2 critics, M sampled actions, O observation, A action,
-E evaluation episodes. A scalar per transition is [B], never [B, 1].
+Shapes: N rows of data, B batch, C = 2 critics, M sampled actions, K candidates of CWP,
+O observation, A action, E evaluation episodes. A scalar per transition is [B], never [B, 1].
 
 Run it:
     python algos/crr.py --env-id Pendulum-v1
     python algos/crr.py --weight-type exp --beta inf   (behaviour cloning: every f is exactly 1)
-The paper's setting, its networks aside:
-    python algos/crr.py --env-id HalfCheetah-v5 --dataset minari:mujoco/halfcheetah/medium-v0
-        --weight-type exp --learning-rate 1e-4 --batch-size 1024 --tau 1 --target-interval 100
+The paper's hyper-parameters, on a Minari dataset:
+    python algos/crr.py --env-id HalfCheetah-v5 --dataset minari:mujoco/halfcheetah/medium-v0 \\
+        --weight-type exp --learning-rate 1e-4 --batch-size 1024 --tau 1 --target-interval 100 \\
         --num-cwp-samples 10 --reward-scale 1 --total-updates 500000
 Resume it:
-    python algos/crr.py --resume runs/<run>
+    python algos/crr.py --resume runs/<run>   (a checkpoint takes 3 MB and some hundredths of a second)
 """
 
 import csv
@@ -42,15 +43,18 @@ import ctypes
 import json
 import math
 import os
+import re
+import shlex
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
+from datetime import timedelta
 from functools import partial
-from typing import BinaryIO, Literal
+from typing import BinaryIO, Literal, get_args, get_origin
 
 import tyro
 
@@ -66,20 +70,20 @@ class Args:
     reward_shift: float = 0.0  # see reward_scale
     normalize_reward: bool = False  # first divide rewards by the dataset's range of returns / 1000
     total_updates: int = 10_000  # budget in gradient updates
-    total_epochs: int | None = None  # budget in passes over the data, instead of total_updates
+    total_epochs: int | None = None  # budget in epochs of N / batch_size updates, instead
     batch_size: int = 256  # transitions per update
     gamma: float = 0.99  # discount
     learning_rate: float = 3e-4  # of every optimiser (Adam)
-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # the last two end at 0
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # the last two fall to 0
     warmup_updates: int = 0  # the learning rate first climbs from 0 over this many updates
     hidden_dim: int = 256  # width of both hidden layers, in every network
-    eval_interval: int = 1_000  # updates between evaluations
+    eval_interval: int = 1_000  # between evaluations; intervals count what the budget counts
     eval_episodes: int = 10  # episodes per evaluation
     eval_seed: int = 10_000  # evaluation episode i starts from eval_seed + i
     target_return: float | None = None  # stop when an evaluation's mean return gets there
     patience: int | None = None  # stop after this many evaluations without a better one
-    checkpoint_interval: int = 5_000  # updates between checkpoints (3 MB; also on Ctrl-C, SIGTERM)
-    log_interval: int = 100  # updates between lines in the logs
+    checkpoint_interval: int = 5_000  # between checkpoints; Ctrl-C and SIGTERM save one, too
+    log_interval: int = 100  # between lines in the logs
     run_dir: str | None = None  # folder of the run [runs/<algo>__<env>__<seed>__<time>]
     resume: str | None = None  # folder of a run to go on with; its flags hold, budgets may change
     evaluate: str | None = None  # checkpoint to evaluate instead of training
@@ -88,7 +92,7 @@ class Args:
     quiet: bool = False  # print nothing but errors
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # auto takes a GPU if there is one
     torch_threads: int | None = None  # CPU threads [all cores]
-    compile: bool = False  # torch.compile the networks: pays on a GPU, hardly on a CPU
+    compile: bool = False  # torch.compile the networks: slow to start, hardly faster on a CPU
     # CRR only
     advantage_type: Literal["mean", "max"] = "mean"  # baseline over the sampled actions' values
     weight_type: Literal["binary", "exp"] = "binary"  # f = 1[A > 0] or exp(A / beta)
@@ -118,15 +122,19 @@ ALGO = "crr"
 
 def check_args(args: Args) -> None:
     """Refuse what would waste a run, before it begins."""
-    positive = "total_updates total_epochs batch_size reward_scale learning_rate hidden_dim "
-    positive += "eval_interval eval_episodes patience checkpoint_interval log_interval "
-    positive += "torch_threads beta max_weight num_action_samples target_interval"
+    positive = (
+        "total_updates total_epochs batch_size reward_scale learning_rate hidden_dim eval_interval "
+        "eval_episodes patience checkpoint_interval log_interval torch_threads beta max_weight "
+        "num_action_samples target_interval"
+    )
     values = {name: getattr(args, name) for name in positive.split()}
     rules = [(name, "> 0", value is None or value > 0) for name, value in values.items()]
     rules += [
-        ("seed", ">= 0", args.seed >= 0),
-        ("eval_seed", ">= 0", args.eval_seed >= 0),
+        ("seed", "in [0, 2^63)", 0 <= args.seed < 2**63),
+        ("eval_seed", "in [0, 2^31)", 0 <= args.eval_seed < 2**31),
+        ("reward_scale", "finite", args.reward_scale < math.inf),
         ("reward_shift", "finite", math.isfinite(args.reward_shift)),
+        ("learning_rate", "finite", args.learning_rate < math.inf),
         ("gamma", "in [0, 1)", 0 <= args.gamma < 1),
         ("warmup_updates", ">= 0", args.warmup_updates >= 0),
         ("num_cwp_samples", ">= 0", args.num_cwp_samples >= 0),
@@ -135,7 +143,12 @@ def check_args(args: Args) -> None:
         ("record", "a name that ends in .npz", (args.record or ".npz").endswith(".npz")),
         ("record", "used with --evaluate", not args.record or args.evaluate),
         ("capture_video", "used with --evaluate", not args.capture_video or args.evaluate),
+        ("resume", "used without --evaluate", not args.resume or not args.evaluate),
     ]
+    for field in fields(args):  # the command line checks choices by itself, Python does not
+        if get_origin(field.type) is Literal:
+            choices = get_args(field.type)
+            rules.append((field.name, f"one of {choices}", getattr(args, field.name) in choices))
     for name, rule, holds in rules:
         if not holds:
             raise InputError(f"{name} must be {rule}, got {getattr(args, name)}")
@@ -148,7 +161,7 @@ def check_spaces(env: gym.Env) -> tuple[int, int]:
         raise InputError(f"{env_id}: observations must be vectors, not {obs_space}")
     if not isinstance(action_space, gym.spaces.Box) or len(action_space.shape) != 1:
         raise InputError(f"{env_id}: actions must be continuous vectors, not {action_space}")
-    if not action_space.is_bounded():
+    if not action_space.is_bounded() or not (action_space.low < action_space.high).all():
         raise InputError(f"{env_id}: actions must have finite bounds, not {action_space}")
     return obs_space.shape[0], action_space.shape[0]
 
@@ -180,11 +193,9 @@ class Actor(nn.Module):
 
     def forward(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         mean, log_std = self.net(obs).chunk(2, dim=-1)  # [B, A], [B, A]
-        # tanh keeps a gradient at both bounds; a clamp would let std stick to its floor
-        log_std = self.LOG_STD_MIN + 0.5 * (self.LOG_STD_MAX - self.LOG_STD_MIN) * (
-            1 + torch.tanh(log_std)
-        )
-        return mean, log_std
+        # a clamp has no gradient outside its bounds, and std would stick to the floor
+        low, high = self.LOG_STD_MIN, self.LOG_STD_MAX
+        return mean, low + 0.5 * (high - low) * (1 + torch.tanh(log_std))
 
 
 class TwinCritic(nn.Module):
@@ -205,14 +216,11 @@ class TwinCritic(nn.Module):
 
 
 def sample_actions(
-    mean: torch.Tensor,
-    log_std: torch.Tensor,
-    num_samples: int,
-    generator: torch.Generator,
+    mean: torch.Tensor, log_std: torch.Tensor, num_samples: int, generator: torch.Generator
 ) -> torch.Tensor:
     """a_1..a_M ~ pi(.|s), inside the box by construction. [B, A], [B, A] -> [M, B, A]"""
     noise = torch.randn(num_samples, *mean.shape, device=mean.device, generator=generator)
-    return torch.tanh(mean + log_std.exp() * noise)
+    return torch.tanh(mean + log_std.exp() * noise)  # [M, B, A]
 
 
 def tanh_gaussian_log_prob(
@@ -238,6 +246,7 @@ class Buffer:
         self.size, self.device = len(dataset), device
 
     def sample(self, batch_size: int, generator: torch.Generator) -> list[torch.Tensor]:
+        """[B, O], [B, A], [B], [B, O], [B]"""
         index = torch.randint(self.size, (batch_size,), device=self.device, generator=generator)
         return [field[index] for field in self.fields]
 
@@ -253,7 +262,7 @@ def td_target(
     Truncation does not appear here: a truncated episode would have gone on, so it bootstraps.
     """
     assert reward.shape == terminated.shape == next_q.shape[1:]
-    return reward + gamma * (1 - terminated) * next_q.min(dim=0).values
+    return reward + gamma * (1 - terminated) * next_q.min(dim=0).values  # [B]
 
 
 def td_loss(q: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -326,10 +335,12 @@ def load_checkpoint(path: str) -> dict:
         raise InputError(f"{path} is not a complete checkpoint of ours ({reason})") from None
     if algo != ALGO:
         raise InputError(f"{path} is a checkpoint of {algo}, not of {ALGO}")
+    if checkpoint["args"].keys() != asdict(Args()).keys():
+        raise InputError(f"{path} was made by another version of {ALGO}.py: its flags differ")
     return checkpoint
 
 
-def load_policy(path: str, **overrides) -> Callable[[np.ndarray], np.ndarray]:
+def load_policy(path: str, **overrides) -> common.Policy:
     """The policy of a checkpoint as a function [E, O] -> [E, A], both in the environment's units.
     `overrides` are flags, for example device or num_cwp_samples."""
     checkpoint = load_checkpoint(path)
@@ -351,7 +362,7 @@ def make_policy(
     obs_std: torch.Tensor,
     action_space: gym.spaces.Box,
     args: Args,
-) -> Callable[[np.ndarray], np.ndarray]:
+) -> common.Policy:
     """What is evaluated: tanh(mean), or the critic-weighted policy with a generator of its own."""
     generator = torch.Generator(obs_mean.device).manual_seed(args.eval_seed)
 
@@ -359,7 +370,7 @@ def make_policy(
     def policy(obs: np.ndarray) -> np.ndarray:
         obs = torch.as_tensor(obs, dtype=torch.float32, device=obs_mean.device)  # [E, O]
         obs = (obs - obs_mean) / obs_std
-        mean, log_std = actor(obs)
+        mean, log_std = actor(obs)  # [E, A], [E, A]
         action = torch.tanh(mean)  # [E, A]
         if args.num_cwp_samples > 0:
             samples = sample_actions(mean, log_std, args.num_cwp_samples, generator)  # [K, E, A]
@@ -377,10 +388,8 @@ def make_policy(
 
 def pick_device(device: str) -> torch.device:
     if device == "auto":
-        if torch.cuda.is_available():
-            device = "cuda"
-        else:
-            device = "mps" if torch.backends.mps.is_available() else "cpu"
+        gpus = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+        device = next((name for name, is_here in gpus.items() if is_here), "cpu")
     try:
         return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError):
@@ -417,16 +426,14 @@ def keep_freed_memory() -> None:
 class Logger:
     """metrics.csv and TensorBoard for the record; a progress bar, or plain lines, for the eye."""
 
-    def __init__(self, run_dir: str, step: int, seconds: float, total: int, quiet: bool):
+    def __init__(self, run_dir: str, total: int, quiet: bool, step=0, seconds=0.0, num_bytes=0):
         from torch.utils.tensorboard import SummaryWriter  # slow to import
 
         self.first_step, self.total, self.last_eval = step, total, math.nan
         self.first_second, self.start = seconds, time.perf_counter() - seconds
         self.quiet, self.bar = quiet, sys.stdout.isatty() and not quiet
-        path = os.path.join(run_dir, "metrics.csv")
-        if step > 0:
-            cut_metrics(path, step)
-        self.file = open(path, "a" if step > 0 else "w", newline="")  # noqa: SIM115
+        self.file = open(os.path.join(run_dir, "metrics.csv"), "a", newline="")  # noqa: SIM115
+        self.file.truncate(min(num_bytes, self.file.tell()))  # what comes after will come again
         self.csv = csv.writer(self.file)
         if step == 0:
             self.csv.writerow(["step", "seconds", "key", "value"])
@@ -438,6 +445,10 @@ class Logger:
     def speed(self, step: int) -> float:
         return (step - self.first_step) / (self.seconds() - self.first_second)
 
+    def position(self, step: int) -> dict:
+        """What a resumed run's logger starts from."""
+        return {"step": step, "seconds": self.seconds(), "num_bytes": self.file.tell()}
+
     def scalars(self, step: int, values: dict[str, float]) -> None:
         for key, value in values.items():
             self.csv.writerow([step, f"{self.seconds():.3f}", key, f"{value:.7g}"])
@@ -445,9 +456,8 @@ class Logger:
         self.file.flush()
 
     def evaluation(self, step: int, returns: np.ndarray) -> None:
-        self.last_eval = returns.mean().item()
-        for name in ("mean", "std", "min", "max"):
-            self.scalars(step, {f"eval/return_{name}": getattr(returns, name)().item()})
+        self.last_eval, names = returns.mean().item(), ("mean", "std", "min", "max")
+        self.scalars(step, {f"eval/return_{name}": getattr(returns, name)() for name in names})
         self.line(
             f"{step:>9,}/{self.total:,}  eval return {returns.mean():8.1f} +- {returns.std():.1f}"
             f" ({len(returns)} episodes)  {self.seconds():.0f} s"
@@ -455,9 +465,9 @@ class Logger:
 
     def progress(self, step: int) -> None:
         if self.bar:
-            filled = "#" * (24 * step // self.total)
-            eta = time.strftime("%H:%M:%S", time.gmtime((self.total - step) / self.speed(step)))
-            bar = f"[{filled:.<24}] {step:,}/{self.total:,}  {self.speed(step):.0f}/s"
+            filled, speed = "#" * (24 * step // self.total), self.speed(step)
+            eta = timedelta(seconds=round((self.total - step) / speed))
+            bar = f"[{filled:.<24}] {step:,}/{self.total:,}  {speed:.0f}/s"
             print(f"\r\033[K{bar}  eval {self.last_eval:.1f}  ETA {eta}", end="", flush=True)
 
     def line(self, text: str) -> None:
@@ -467,18 +477,6 @@ class Logger:
     def close(self) -> None:
         self.file.close()
         self.tensorboard.close()
-
-
-def cut_metrics(path: str, step: int) -> None:
-    """Drop what was logged after the checkpoint: the resumed run will log it once more."""
-    num_bytes = 0
-    with open(path, "rb") as file:
-        for line in file:
-            first = line.split(b",")[0]
-            if (first.isdigit() and int(first) > step) or not line.endswith(b"\n"):
-                break
-            num_bytes += len(line)
-    os.truncate(path, num_bytes)
 
 
 class StopSignal:
@@ -494,7 +492,8 @@ class StopSignal:
 
     def note(self, number: int, frame) -> None:
         self.number = number
-        signal.signal(number, signal.SIG_DFL)
+        for second in self.previous:
+            signal.signal(second, signal.SIG_DFL)
 
     def __exit__(self, *error) -> None:
         for number, handler in self.previous.items():
@@ -502,18 +501,20 @@ class StopSignal:
 
 
 RESUME_MAY_CHANGE = (
-    *("total_updates", "total_epochs", "eval_interval", "checkpoint_interval", "log_interval"),
-    *("target_return", "patience", "quiet", "resume"),
+    "total_updates total_epochs eval_interval checkpoint_interval log_interval target_return "
+    "patience quiet resume"
+)
+EVALUATE_MAY_CHANGE = (
+    "eval_episodes eval_seed record capture_video quiet device torch_threads num_cwp_samples beta "
+    "evaluate"
 )
 
 
-def check_resume(args: Args, saved: dict) -> None:
-    """A resumed run is the same run: its flags hold, except for budgets, intervals and stops."""
+def check_unchanged(args: Args, saved: dict, may_change: str, mode: str) -> None:
+    """A flag that is typed beside --resume or --evaluate either works or is refused."""
     for name, value in asdict(args).items():
-        if value != saved[name] and name not in RESUME_MAY_CHANGE:
-            raise InputError(f"--resume keeps {name} = {saved[name]} of the run, got {value}")
-    if args.total_epochs is not None and args.total_updates != saved["total_updates"]:
-        raise InputError("this run is counted in epochs: give --total-epochs, not --total-updates")
+        if value != saved[name] and name not in may_change.split():
+            raise InputError(f"{mode} keeps {name} = {saved[name]} of the run, got {value}")
 
 
 def train(args: Args) -> dict[str, float]:
@@ -523,23 +524,33 @@ def train(args: Args) -> dict[str, float]:
     if args.torch_threads is not None:
         torch.set_num_threads(args.torch_threads)
     device = pick_device(args.device)
+    args = replace(args, device=device.type)  # a resumed run must not change it: bits would differ
     env = common.make_env(args.env_id)
     obs_dim, action_dim = check_spaces(env)
-    now, env_name = time.strftime("%Y%m%d-%H%M%S"), args.env_id.replace("/", "-")
+    now, env_name = time.strftime("%Y%m%d-%H%M%S"), re.sub(r"\W", "-", args.env_id)
     run_dir = args.resume or args.run_dir or f"runs/{ALGO}__{env_name}__{args.seed}__{now}"
-    checkpoint_path = os.path.join(run_dir, "checkpoint.pt")
-    best_path = os.path.join(run_dir, "best.pt")
+    checkpoint_path, best_path = (f"{run_dir}/{name}.pt" for name in ("checkpoint", "best"))
     if args.resume:
         checkpoint = load_checkpoint(checkpoint_path)
-        check_resume(args, checkpoint["args"])
-    elif os.path.exists(checkpoint_path):
+        check_unchanged(args, checkpoint["args"], RESUME_MAY_CHANGE, "--resume")
+    elif os.path.exists(f"{run_dir}/metrics.csv"):
         raise InputError(f"{run_dir} holds a run already: --resume it, or give another --run-dir")
     torch.manual_seed(args.seed)  # for the initial weights
     generator = torch.Generator(device).manual_seed(args.seed)  # for all else that training draws
 
     # data
-    rewards = (args.reward_scale, args.reward_shift, args.normalize_reward)
-    dataset = common.load_dataset(args.dataset, env, args.seed, *rewards)
+    dataset = common.load_dataset(
+        args.dataset,
+        env,
+        args.seed,
+        reward_scale=args.reward_scale,
+        reward_shift=args.reward_shift,
+        normalize_reward=args.normalize_reward,
+    )
+    if len(dataset) == 1:
+        raise InputError(
+            f"dataset {dataset.source} has a single row: nothing can be learned from it"
+        )
     fingerprint = dataset.fingerprint()
     obs_mean, obs_std = dataset.obs.mean(0), dataset.obs.std(0) + 1e-3  # [O], [O]
     dataset.obs.sub_(obs_mean).div_(obs_std)  # in place: a large dataset is held once
@@ -557,31 +568,42 @@ def train(args: Args) -> dict[str, float]:
     actor_opt = torch.optim.Adam(actor.parameters(), args.learning_rate, fused=True)
     critic_opt = torch.optim.Adam(critic.parameters(), args.learning_rate, fused=True)
     parts = {
-        **{"actor": actor, "target_actor": target_actor, "actor_opt": actor_opt},
-        **{"critic": critic, "target_critic": target_critic, "critic_opt": critic_opt},
+        "actor": actor,
+        "critic": critic,
+        "target_actor": target_actor,
+        "target_critic": target_critic,
+        "actor_opt": actor_opt,
+        "critic_opt": critic_opt,
     }
 
     # resume
-    step, seconds, best_return, evals_since_best = 0, 0.0, -math.inf, 0
+    step, best_return, evals_since_best = 0, -math.inf, 0
+    log_position = {}
     if args.resume:
         if checkpoint["fingerprint"] != fingerprint:
             raise InputError(f"{dataset.source} is not the data that the run began with")
+        old_updates = checkpoint["args"]["total_updates"]
+        if args.total_epochs is not None and args.total_updates != old_updates:
+            raise InputError(f"{run_dir} is counted in epochs: give --total-epochs instead")
         if checkpoint["step"] >= total:
             raise InputError(f"{run_dir} has had its {total} updates: give it more to go on")
         for name, part in parts.items():
             part.load_state_dict(checkpoint[name])
         generator.set_state(checkpoint["generator"])
-        step, seconds = checkpoint["step"], checkpoint["seconds"]
+        step, log_position = checkpoint["step"], checkpoint["log_position"]
         best_return, evals_since_best = checkpoint["best_return"], checkpoint["evals_since_best"]
     args = replace(args, resume=None)
     if args.compile:
         for network in (actor, critic, target_actor, target_critic):
             network.compile()
 
-    os.makedirs(run_dir, exist_ok=True)
+    try:
+        os.makedirs(run_dir, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot use {run_dir} as run_dir: {error.strerror}") from None
     args_json = json.dumps(asdict(args), indent=2).encode()
-    save_atomically(os.path.join(run_dir, "args.json"), lambda file: file.write(args_json))
-    logger = Logger(run_dir, step, seconds, total, args.quiet)
+    save_atomically(f"{run_dir}/args.json", lambda file: file.write(args_json))
+    logger = Logger(run_dir, total, args.quiet, **log_position)
     logger.line(
         f"{ALGO} on {args.env_id}: {len(dataset):,} transitions of {dataset.source},"
         f" {len(dataset.episode_returns)} episodes, return {dataset.episode_returns.mean():.1f}"
@@ -594,7 +616,7 @@ def train(args: Args) -> dict[str, float]:
         logger.evaluation(0, returns)
 
     # loop
-    stop_reason = ""
+    stop_reason, exit_signal = "", 0
     with StopSignal() as stop_signal:
         while not stop_reason:
             step += 1
@@ -637,25 +659,25 @@ def train(args: Args) -> dict[str, float]:
             # 5. log, evaluate, stop, save
             if step % args.log_interval == 0:
                 weight = crr_weight(advantage, args.weight_type, args.beta, args.max_weight)
+                statistics = {
+                    "charts/updates_per_second": logger.speed(step),
+                    "charts/learning_rate": actor_opt.param_groups[0]["lr"],
+                    "losses/critic": critic_loss.item(),
+                    "losses/actor": actor_loss.item(),
+                    "stats/q_mean": q[0].mean().item(),
+                    "stats/q_max": q.max().item(),
+                    "stats/advantage_mean": advantage.mean().item(),
+                    "stats/advantage_std": advantage.std().item(),
+                    "stats/advantage_positive": (advantage > 0).float().mean().item(),
+                    "stats/weight_mean": weight.mean().item(),
+                    "stats/weight_max": weight.max().item(),
+                    "stats/log_prob": log_prob.mean().item(),
+                    "stats/policy_std": log_std.exp().mean().item(),
+                }
+                logger.scalars(step, statistics)
                 logger.progress(step)
-                logger.scalars(
-                    step,
-                    {
-                        "charts/updates_per_second": logger.speed(step),
-                        "charts/learning_rate": actor_opt.param_groups[0]["lr"],
-                        "losses/critic": critic_loss.item(),
-                        "losses/actor": actor_loss.item(),
-                        "stats/q_mean": q[0].mean().item(),
-                        "stats/q_max": q.max().item(),
-                        "stats/advantage_mean": advantage.mean().item(),
-                        "stats/advantage_std": advantage.std().item(),
-                        "stats/advantage_positive": (advantage > 0).float().mean().item(),
-                        "stats/weight_mean": weight.mean().item(),
-                        "stats/weight_max": weight.max().item(),
-                        "stats/log_prob": log_prob.mean().item(),
-                        "stats/policy_std": log_std.exp().mean().item(),
-                    },
-                )
+                if not math.isfinite(statistics["losses/critic"]):
+                    raise InputError(f"the critic diverged at update {step}: lower --learning-rate")
             is_best = False
             if step == total:
                 stop_reason = "the budget is spent"
@@ -670,62 +692,57 @@ def train(args: Args) -> dict[str, float]:
                     stop_reason = f"an evaluation reached the target of {args.target_return}"
                 elif args.patience is not None and evals_since_best >= args.patience:
                     stop_reason = f"the last {args.patience} evaluations were not better"
-            if stop_signal.number:
+            if stop_signal.number and not stop_reason:
                 stop_reason = f"{signal.Signals(stop_signal.number).name} was received"
-            is_due = step % args.checkpoint_interval == 0 or stop_reason
-            if is_best or is_due:
-                checkpoint = {
-                    "algo": ALGO,
-                    "args": asdict(args),
-                    "step": step,
-                    "seconds": logger.seconds(),
+                exit_signal = stop_signal.number
+            if is_best or stop_reason or step % args.checkpoint_interval == 0:
+                predictor = {"algo": ALGO, "args": asdict(args), "step": step}
+                predictor |= {"obs_mean": obs_mean, "obs_std": obs_std}
+                predictor |= {"actor": actor.state_dict(), "critic": critic.state_dict()}
+            if is_best:
+                save_atomically(best_path, partial(torch.save, predictor))
+            if stop_reason or step % args.checkpoint_interval == 0:
+                checkpoint = predictor | {
                     "best_return": best_return,
                     "evals_since_best": evals_since_best,
                     "fingerprint": fingerprint,
+                    "log_position": logger.position(step),
                     "generator": generator.get_state(),
-                    "obs_mean": obs_mean,
-                    "obs_std": obs_std,
                     **{name: part.state_dict() for name, part in parts.items()},
                 }
-            if is_best:
-                save_atomically(best_path, partial(torch.save, checkpoint))
-            if is_due:
                 save_atomically(checkpoint_path, partial(torch.save, checkpoint))
 
+    command, run = f"python {sys.argv[0]}", shlex.quote(run_dir)
+    saved = "best.pt" if best_return > -math.inf else "checkpoint.pt"
     logger.line(
-        f"stopped at update {step:,}: {stop_reason}. Best evaluation {best_return:.1f}."
-        f"\nresume: python {sys.argv[0]} --resume {run_dir}"
-        f"\nevaluate: python {sys.argv[0]} --evaluate {best_path}"
+        f"stopped at update {step:,}: {stop_reason}; best evaluation {best_return:.1f}"
+        f"\nresume: {command} --resume {run}\nevaluate: {command} --evaluate {run}/{saved}"
     )
     logger.close()
-    return {
-        "step": step,
-        "eval/return_mean": logger.last_eval,
-        "eval/best_return": best_return,
-        "signal": stop_signal.number,
-    }
+    evaluations = {"eval/return_mean": logger.last_eval, "eval/best_return": best_return}
+    return {"step": step, "signal": exit_signal, **evaluations}
 
 
 def evaluate_checkpoint(args: Args) -> dict[str, float]:
     """--evaluate: the checkpoint's policy on fresh episodes, which can be recorded and filmed."""
     check_args(args)
-    env_id = load_checkpoint(args.evaluate)["args"]["env_id"]
-    if env_id != args.env_id:
-        raise InputError(f"{args.evaluate} was trained on {env_id}, not on {args.env_id}")
-    overrides = {name: getattr(args, name) for name in ("device", "num_cwp_samples", "eval_seed")}
+    saved = load_checkpoint(args.evaluate)["args"]
+    check_unchanged(args, saved, EVALUATE_MAY_CHANGE, "--evaluate")
+    if args.torch_threads is not None:
+        torch.set_num_threads(args.torch_threads)
+    overrides = {name: getattr(args, name) for name in EVALUATE_MAY_CHANGE.split()}
     policy = load_policy(args.evaluate, **overrides)
-    if args.record:
-        returns = common.record(policy, env_id, args.eval_episodes, args.eval_seed, args.record)
-    else:
-        returns = common.evaluate(policy, env_id, args.eval_episodes, args.eval_seed)
-    if not args.quiet:
-        print(
-            f"{args.evaluate}: return mean {returns.mean():.1f} std {returns.std():.1f}"
-            f" min {returns.min():.1f} max {returns.max():.1f} over {len(returns)} episodes"
-        )
+    episodes = (policy, args.env_id, args.eval_episodes, args.eval_seed)
+    returns = common.record(*episodes, args.record) if args.record else common.evaluate(*episodes)
+    report = (
+        f"{args.evaluate}: return mean {returns.mean():.1f} std {returns.std():.1f}"
+        f" min {returns.min():.1f} max {returns.max():.1f} over {len(returns)} episodes"
+    )
     if args.capture_video:
         folder = os.path.join(os.path.dirname(args.evaluate), "videos")
-        print(common.capture_video(policy, env_id, args.eval_seed, folder))
+        report += "\n" + common.capture_video(policy, args.env_id, args.eval_seed, folder)
+    if not args.quiet:
+        print(report)
     return {"eval/return_mean": returns.mean().item(), "signal": 0}
 
 
@@ -734,8 +751,8 @@ def parse_args() -> Args:
     args = tyro.cli(Args)
     if args.resume or args.evaluate:
         saved = load_checkpoint(args.evaluate or os.path.join(args.resume, "checkpoint.pt"))["args"]
-        modes = {"resume": args.resume, "evaluate": args.evaluate}
-        args = tyro.cli(Args, default=Args(**saved | modes))
+        typed = {name: getattr(args, name) for name in ("resume", "evaluate", "quiet")}
+        args = tyro.cli(Args, default=Args(**saved | typed))
     return args
 
 

@@ -93,6 +93,8 @@ class Run:
         return [*script, *identity, *place, "--torch-threads", str(threads), *flags]
 
     def start(self, options: Options) -> None:
+        if not (self.run_dir / "checkpoint.pt").exists():  # killed before its first one: anew
+            shutil.rmtree(self.run_dir, ignore_errors=True)
         self.run_dir.mkdir(parents=True, exist_ok=True)
         with open(self.run_dir / "output.txt", "w") as log:
             command = self.command(options)

@@ -87,6 +87,7 @@ def tiny(probe_data, tmp_path):
         checkpoint_interval=1000,
         log_interval=5,
         run_dir=str(tmp_path / "run"),
+        device="cpu",
         torch_threads=1,
         quiet=True,
     )

@@ -74,7 +74,7 @@ LEAVES_TRAINING = {
     "log_interval": 1,
     "quiet": False,
     "device": "cpu",
-    "torch_threads": None,
+    "torch_threads": 2,
     "num_cwp_samples": 2,
     "beta": 0.1,  # of exp weights only
     "max_weight": 2.0,  # of exp weights only
@@ -98,6 +98,7 @@ def baseline(probe_data, tmp_path_factory):
         eval_interval=10,
         eval_episodes=2,
         log_interval=5,
+        device="auto",
         torch_threads=1,
         quiet=True,
         run_dir=str(tmp_path_factory.mktemp("baseline") / "run"),
@@ -237,12 +238,14 @@ WRONG_FLAGS = [
     (["--total-epochs", "0"], "crr: total_epochs must be > 0, got 0"),
     (["--batch-size", "0"], "crr: batch_size must be > 0, got 0"),
     (["--reward-shift", "inf"], "crr: reward_shift must be finite, got inf"),
+    (["--reward-scale", "inf"], "crr: reward_scale must be finite, got inf"),
+    (["--learning-rate", "inf"], "crr: learning_rate must be finite, got inf"),
     (["--warmup-updates", "-1"], "crr: warmup_updates must be >= 0, got -1"),
-    (["--seed", "-1"], "crr: seed must be >= 0, got -1"),
+    (["--seed", "-1"], "crr: seed must be in [0, 2^63), got -1"),
     (["--patience", "0"], "crr: patience must be > 0, got 0"),
     (["--record", "x.npz"], "crr: record must be used with --evaluate, got x.npz"),
     (["--capture-video"], "crr: capture_video must be used with --evaluate, got True"),
-    (["--dataset", "nowhere.npz"], "crr: dataset nowhere.npz does not exist"),
+    (["--dataset", "nowhere.npz"], "crr: dataset nowhere.npz cannot be read: No such file"),
     (["--dataset", "nonsense"], "crr: dataset nonsense: expected auto, random, random:N,"),
     (["--dataset", "random:0"], "crr: dataset random:0: write random:N with N a number of steps"),
     (["--env-id", "Nowhere-v0"], "crr: cannot make the environment Nowhere-v0:"),
@@ -328,7 +331,7 @@ def test_checkpoint_of_another_environment(finished, monkeypatch, capsys):
     args, path = finished
     before = path.read_bytes()
     evaluated, resumed = both_ways(monkeypatch, capsys, args, path, "--env-id", "Pendulum-v1")
-    assert evaluated == f"crr: {path} was trained on Probe-v0, not on Pendulum-v1\n"
+    assert evaluated == "crr: --evaluate keeps env_id = Probe-v0 of the run, got Pendulum-v1\n"
     assert resumed == "crr: --resume keeps env_id = Probe-v0 of the run, got Pendulum-v1\n"
     assert path.read_bytes() == before
 

@@ -449,7 +449,7 @@ def text_instead_of_an_array(path):
 
 
 BAD_FILES = {
-    "missing": (lambda path: None, "does not exist"),
+    "missing": (lambda path: None, "cannot be read: No such file"),
     "empty": (lambda path: path.write_bytes(b""), "is an empty file"),
     "html": (lambda path: path.write_text("\n<!DOCTYPE html><html>404</html>"), "is a web page"),
     "noise": (lambda path: path.write_bytes(random.Random(0).randbytes(999)), "not a complete npz"),

@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, flat, load
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.tensorboard import SummaryWriter
 
 from algos import crr
 
@@ -20,7 +22,7 @@ from algos import crr
 def assert_same_state(left: dict, right: dict):
     """Everything in two checkpoints but the clock and the names of their folders."""
     assert left.keys() == right.keys()
-    for key in left.keys() - {"seconds", "args"}:
+    for key in left.keys() - {"log_position", "args"}:
         assert_equal(left[key], right[key], key)
 
 
@@ -105,7 +107,7 @@ def test_S17_checkpoint_holds_every_part(tiny):
     crr.train(tiny)
     checkpoint = load(tiny.run_dir)
     assert checkpoint.keys() == {
-        *("algo", "args", "step", "seconds", "best_return", "evals_since_best", "fingerprint"),
+        *("algo", "args", "step", "log_position", "best_return", "evals_since_best", "fingerprint"),
         *("generator", "obs_mean", "obs_std", "actor", "critic", "target_actor"),
         *("target_critic", "actor_opt", "critic_opt"),
     }
@@ -175,14 +177,23 @@ def test_resume_may_change_budget_intervals_and_stops(tiny):
     assert checkpoint["step"] == 30 and checkpoint["args"]["eval_interval"] == 7
 
 
-def test_resume_drops_what_was_logged_after_the_checkpoint(tiny):
-    """After a kill, metrics.csv is ahead of the checkpoint, and may end in half a line."""
+def test_resume_drops_what_was_logged_after_the_checkpoint(tiny, tmp_path):
+    """After a kill, metrics.csv is ahead of the checkpoint, and may end in half a line. TensorBoard
+    hides what was written after the checkpoint, too."""
+    whole = replace(tiny, total_updates=30, run_dir=str(tmp_path / "whole"))
+    crr.train(whole)
     crr.train(tiny)
-    path = Path(tiny.run_dir, "metrics.csv")
-    before = path.read_text()
-    path.write_text(before + "21,1.0,losses/actor,5\n22,1.0,losses/act")
-    crr.cut_metrics(str(path), 20)
-    assert path.read_text() == before
+    with open(f"{tiny.run_dir}/metrics.csv", "a") as file:
+        file.write("25,1.0,losses/actor,5\n26,1.0,losses/act")
+    writer = SummaryWriter(tiny.run_dir)
+    writer.add_scalar("losses/actor", 123.0, 25)
+    writer.close()
+    time.sleep(1.1)  # TensorBoard orders its files by the second
+    crr.train(replace(tiny, total_updates=30, resume=tiny.run_dir))
+    assert metrics_of(whole.run_dir) == metrics_of(tiny.run_dir)
+    events = EventAccumulator(tiny.run_dir).Reload().Scalars("losses/actor")
+    assert [event.step for event in events] == [5, 10, 15, 20, 25, 30]
+    assert 123.0 not in [event.value for event in events]
 
 
 def test_early_stops_and_best(tiny, monkeypatch, capsys):
@@ -206,6 +217,9 @@ def test_early_stops_and_best(tiny, monkeypatch, capsys):
 def test_last_evaluation_and_checkpoint_are_of_the_last_update(tiny):
     result = crr.train(replace(tiny, total_updates=23))
     assert result["step"] == 23 and load(tiny.run_dir)["step"] == 23
+    policy = crr.load_policy(f"{tiny.run_dir}/checkpoint.pt")
+    returns = crr.common.evaluate(policy, tiny.env_id, tiny.eval_episodes, tiny.eval_seed)
+    assert result["eval/return_mean"] == returns.mean()  # of the actor, not of its target
     steps = [step for step, key, _ in metrics_of(tiny.run_dir) if key == "eval/return_mean"]
     assert steps == ["0", "10", "20", "23"]
 
