@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import fields, replace
@@ -123,6 +124,63 @@ def test_flag(name, baseline, monkeypatch, capsys, tmp_path):
     actual = flat(checkpoint)
     same = actual.shape == expected.shape and torch.equal(actual, expected)
     assert same == (name in LEAVES_TRAINING)
+    if name == "torch_threads":
+        assert torch.get_num_threads() == 2
+        torch.set_num_threads(1)
+    if name in ("eval_interval", "log_interval"):
+        key = {"eval_interval": ",eval/return_mean,", "log_interval": ",losses/actor,"}[name]
+        logged = Path(args.run_dir, "metrics.csv").read_text().count(key)
+        assert logged == {"eval_interval": 1 + 6 + 1, "log_interval": 20}[name]
+
+
+@pytest.mark.parametrize(("name", "value"), [("eval_seed", 3), ("eval_episodes", 3)])
+def test_flags_of_evaluation_reach_it(name, value, tiny, monkeypatch):
+    calls = []
+    monkeypatch.setattr(
+        crr.common, "evaluate", lambda *arguments: calls.append(arguments) or np.zeros(2)
+    )
+    crr.train(replace(tiny, **{name: value}))
+    position = {"eval_episodes": 2, "eval_seed": 3}[name]
+    assert len(calls) == 3 and {call[position] for call in calls} == {value}
+
+
+def test_checkpoint_interval(tiny, monkeypatch):
+    saved = []
+    original = crr.save_atomically
+    monkeypatch.setattr(
+        crr, "save_atomically", lambda path, write: saved.append(path) or original(path, write)
+    )
+    crr.train(replace(tiny, checkpoint_interval=7))
+    assert sum(path.endswith("checkpoint.pt") for path in saved) == 2 + 1  # 7, 14, and the last
+
+
+def test_choices_are_checked_from_python_too(tiny):
+    for name in ("weight_type", "advantage_type", "lr_schedule", "device"):
+        with pytest.raises(crr.InputError, match=f"{name} must be one of .*, got foo"):
+            crr.train(replace(tiny, **{name: "foo"}))
+
+
+def test_divergence_is_not_silent(tiny):
+    """Weights 1[NaN > 0] are 0: without a check the actor would stand still and look healthy."""
+    with pytest.raises(crr.InputError, match="the critic diverged at update 5"):
+        crr.train(replace(tiny, learning_rate=1e30))
+
+
+def test_batch_of_one_and_dataset_of_one(tiny, tmp_path):
+    crr.train(replace(tiny, batch_size=1))
+    assert "nan" not in Path(tiny.run_dir, "metrics.csv").read_text()
+    rows = {name: array[:1] for name, array in np.load(tiny.dataset).items()}
+    np.savez(tmp_path / "one.npz", **rows)
+    with pytest.raises(crr.InputError, match="has a single row"):
+        crr.train(replace(tiny, dataset=str(tmp_path / "one.npz"), run_dir=str(tmp_path / "one")))
+
+
+def test_default_run_dir(tiny, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    crr.train(replace(tiny, run_dir=None))
+    (folder,) = Path("runs").iterdir()
+    assert re.fullmatch(r"crr__Probe-v0__1__\d{8}-\d{6}", folder.name)
+    assert {"args.json", "metrics.csv", "checkpoint.pt", "best.pt"} <= set(os.listdir(folder))
 
 
 @pytest.mark.parametrize(("name", "value"), [("beta", 0.1), ("max_weight", 1.01)])
@@ -191,7 +249,7 @@ def test_evaluate_record_and_film(tiny, monkeypatch, capsys, tmp_path):
     args = replace(tiny, env_id="Pendulum-v1", dataset="random:300", eval_episodes=3)
     crr.train(args)
     path, file = f"{args.run_dir}/best.pt", tmp_path / "recorded.npz"
-    flags = ["--evaluate", path, "--no-quiet", "--record", file, "--capture-video"]
+    flags = ["--evaluate", path, "--record", file, "--capture-video"]
     code, out, err = run(monkeypatch, capsys, *flags)
     assert (code, err) == (0, "")
     video = Path(args.run_dir, "videos", "seed-10000-episode-0.mp4")
@@ -206,9 +264,18 @@ def test_evaluate_record_and_film(tiny, monkeypatch, capsys, tmp_path):
     code, _, err = run(monkeypatch, capsys, *as_flags(again))
     assert (code, err) == (0, "")
     # the seed of the episodes is the one that was asked for
-    _, other, _ = run(monkeypatch, capsys, "--evaluate", path, "--no-quiet", "--eval-seed", 5)
-    _, same, _ = run(monkeypatch, capsys, "--evaluate", path, "--no-quiet")
+    _, other, _ = run(monkeypatch, capsys, "--evaluate", path, "--eval-seed", 5)
+    _, same, _ = run(monkeypatch, capsys, "--evaluate", path)
     assert other != same and same.splitlines()[0] == out.splitlines()[0]
+    # CWP and its temperature can be chosen now; what would do nothing is refused
+    cwp = ["--evaluate", path, "--num-cwp-samples", 9]
+    _, warm, _ = run(monkeypatch, capsys, *cwp, "--beta", 1000)
+    _, cold, _ = run(monkeypatch, capsys, *cwp, "--beta", 0.0001)
+    assert len({same, warm, cold}) == 3
+    code, _, err = run(monkeypatch, capsys, "--evaluate", path, "--gamma", 0.5)
+    assert (code, err) == (2, "crr: --evaluate keeps gamma = 0.99 of the run, got 0.5\n")
+    code, out, _ = run(monkeypatch, capsys, "--evaluate", path, "--quiet")
+    assert (code, out) == (0, "")
 
 
 def test_load_policy_acts_in_the_units_of_the_environment(tiny):
@@ -334,6 +401,23 @@ def test_checkpoint_of_another_environment(finished, monkeypatch, capsys):
     assert evaluated == "crr: --evaluate keeps env_id = Probe-v0 of the run, got Pendulum-v1\n"
     assert resumed == "crr: --resume keeps env_id = Probe-v0 of the run, got Pendulum-v1\n"
     assert path.read_bytes() == before
+
+
+def test_checkpoint_of_another_version(finished, monkeypatch, capsys):
+    args, path = finished
+    checkpoint = load(args.run_dir)
+    checkpoint["args"]["no_such_flag"] = 1
+    torch.save(checkpoint, path)
+    for err in both_ways(monkeypatch, capsys, args, path):
+        assert err == f"crr: {path} was made by another version of crr.py: its flags differ\n"
+
+
+def test_run_dir_that_is_a_file(tiny, monkeypatch, capsys, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    flags = as_flags(replace(tiny, run_dir=str(tmp_path / "file")))
+    code, _, err = run(monkeypatch, capsys, *flags)
+    assert code == 2 and err.startswith(f"crr: cannot use {tmp_path / 'file'} as run_dir: ")
+    assert (tmp_path / "file").read_text() == "mine"
 
 
 def test_resume_from_the_command_line(finished, monkeypatch, capsys):

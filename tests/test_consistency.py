@@ -74,17 +74,25 @@ def flags(name):
     return result
 
 
+def shared_differences(left, right):
+    """Names that both sources define, differently, although they may not."""
+    mine, others = definitions(ast.parse(left)), definitions(ast.parse(right))
+    return [
+        name
+        for name in mine.keys() & others.keys() - MAY_DIFFER.keys()
+        if ast.get_source_segment(left, mine[name]) != ast.get_source_segment(right, others[name])
+    ]
+
+
+def flag_differences(mine, others):
+    return [flag for flag in mine.keys() & others.keys() if mine[flag] != others[flag]]
+
+
 @pytest.mark.parametrize("name", TREES)
 def test_same_name_same_text(name):
-    source = (ROOT / "algos" / f"{name}.py").read_text()
-    mine = definitions(TREES[name])
     for other in TREES:
-        other_source = (ROOT / "algos" / f"{other}.py").read_text()
-        for shared, node in definitions(TREES[other]).items():
-            if shared in mine and shared not in MAY_DIFFER:
-                left = ast.get_source_segment(source, mine[shared])
-                right = ast.get_source_segment(other_source, node)
-                assert left == right, f"{shared} differs between {name}.py and {other}.py"
+        sources = [(ROOT / "algos" / f"{file}.py").read_text() for file in (name, other)]
+        assert shared_differences(*sources) == [], f"between {name}.py and {other}.py"
 
 
 @pytest.mark.parametrize("name", TREES)
@@ -94,9 +102,18 @@ def test_one_vocabulary_of_flags(name):
     shared = [flag for flag in SHARED_FLAGS if flag in mine]
     assert list(mine)[: len(shared)] == shared, "shared flags come first, in one order"
     for other in TREES:
-        for flag, description in flags(other).items():
-            if flag in mine:
-                assert mine[flag] == description, f"--{flag} differs in {name}.py and {other}.py"
+        assert flag_differences(mine, flags(other)) == [], f"between {name}.py and {other}.py"
+
+
+def test_the_tests_above_see_a_difference():
+    """With one file they compare it with itself; a sibling that strays must be caught."""
+    source = (ROOT / "algos" / "crr.py").read_text()
+    assert shared_differences(
+        source, source.replace("    return q - baseline", "    return q")
+    ) == ["crr_advantage"]
+    assert shared_differences(source, source.replace('ALGO = "crr"', 'ALGO = "awr"')) == []
+    mine = flags("crr")
+    assert flag_differences(mine, mine | {"gamma": ("float", "another help")}) == ["gamma"]
 
 
 @pytest.mark.parametrize("name", TREES)

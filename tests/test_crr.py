@@ -131,16 +131,20 @@ def test_log_prob_matches_torch_distributions_in_float64():
     torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=1e-4)
 
 
+def test_S11_log_prob_is_exact_far_out():
+    """log(1 - tanh(u)^2 + 1e-6), the popular form, is off by 25 at u = 20."""
+    u = T([[-20.0], [8.0], [12.0], [20.0]])
+    mean, log_std = u.clone(), torch.zeros(4, 1)
+    # u = mean: the Gaussian part is -log(2 pi) / 2; log(1 - tanh^2) = 2 log 2 - 2|u| up to e^-16
+    expected = -0.5 * math.log(2 * math.pi) - (2 * math.log(2) - 2 * u.abs()[:, 0])
+    actual = crr.tanh_gaussian_log_prob(mean, log_std, u)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
 def test_S10_saturated_data_actions_are_finite(tiny):
     """Pendulum and MuJoCo data are full of actions at +-1, where atanh is infinite."""
-    action = T([[1.0], [-1.0]])
-    u = torch.atanh(action.clamp(-1 + tiny.action_clip, 1 - tiny.action_clip))
-    mean = torch.zeros(2, 1, requires_grad=True)
-    log_prob = crr.tanh_gaussian_log_prob(mean, torch.zeros(2, 1), u)
-    log_prob.sum().backward()
-    assert u[:, 0].tolist() == pytest.approx([3.8002, -3.8002], abs=1e-3)  # atanh(0.999)
-    assert torch.isfinite(log_prob).all() and torch.isfinite(mean.grad).all()
-    crr.train(tiny)  # its data hold such actions
+    assert (abs(np.load(tiny.dataset)["actions"]) == 1).sum() == 20
+    crr.train(replace(tiny, weight_type="exp", beta=math.inf))  # every row counts
     assert torch.isfinite(flat(load(tiny.run_dir))).all()
 
 
@@ -172,6 +176,11 @@ def test_log_std_stays_in_its_bounds_with_a_gradient_at_both():
 
 
 # ---- networks
+
+
+def test_actor_starts_in_the_middle_of_the_box_with_the_same_std_everywhere():
+    mean, log_std = crr.Actor(3, 2, 64)(torch.randn(100, 3))
+    assert mean.abs().max() < 0.05 and (log_std + 1.5).abs().max() < 0.2  # the middle of [-5, 2]
 
 
 def test_critics_are_independent_networks():
@@ -248,7 +257,12 @@ def test_C9_all_zero_batch_gives_zero_gradient_and_is_logged(tiny):
     assert not log_prob.grad.any()  # and no division by the sum of weights: no NaN
     crr.train(tiny)
     with open(f"{tiny.run_dir}/metrics.csv") as file:
-        assert "stats/weight_mean" in file.read()
+        rows = [line.strip().split(",") for line in file]
+    values = {(step, key): float(value) for step, _, key, value in rows[1:]}
+    for step in ("5", "10", "15", "20"):  # binary: the mean weight is the fraction that is cloned
+        fraction = values[step, "stats/advantage_positive"]
+        assert 0 < fraction < 1 and values[step, "stats/weight_mean"] == fraction
+        assert values[step, "stats/q_max"] > values[step, "stats/q_mean"]
 
 
 def test_C8_evaluation_is_deterministic_by_default(tiny):

@@ -73,6 +73,36 @@ def test_S17_n_plus_n_is_2n(tiny, tmp_path, flags):
     assert metrics_of(whole.run_dir) == metrics_of(half.run_dir)
 
 
+def test_S17_n_need_not_be_a_multiple_of_the_eval_interval(tiny, tmp_path):
+    """The closing evaluation at N is one that the run of 2N does not have, but it only looks."""
+    crr.train(replace(tiny, total_updates=30, run_dir=str(tmp_path / "whole")))
+    half = replace(tiny, total_updates=15, run_dir=str(tmp_path / "half"))
+    crr.train(half)
+    crr.train(replace(half, total_updates=30, resume=half.run_dir))
+    whole, half = load(tmp_path / "whole"), load(tmp_path / "half")
+    for key in ("actor", "critic", "target_actor", "target_critic", "actor_opt", "generator"):
+        assert_equal(whole[key], half[key], key)
+
+
+def test_second_signal_kills_at_once():
+    with crr.StopSignal() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.number == signal.SIGTERM
+        for number in (signal.SIGINT, signal.SIGTERM):
+            assert signal.getsignal(number) == signal.SIG_DFL
+
+
+def test_stop_before_the_first_evaluation_names_a_file_that_exists(tiny, monkeypatch, capsys):
+    monkeypatch.setattr(
+        crr.StopSignal, "__enter__", lambda self: setattr(self, "previous", {}) or self
+    )
+    monkeypatch.setattr(crr.StopSignal, "number", signal.SIGTERM, raising=False)
+    result = crr.train(replace(tiny, quiet=False))
+    assert (result["step"], result["signal"]) == (1, signal.SIGTERM)
+    path = re.search(r"--evaluate (\S+)", capsys.readouterr().out).group(1)
+    assert path.endswith("checkpoint.pt") and Path(path).is_file()
+
+
 def metrics_of(run_dir):
     """Step, key and value of every logged scalar that is not a time."""
     rows = [line.split(",") for line in Path(run_dir, "metrics.csv").read_text().splitlines()]
