@@ -242,18 +242,21 @@ def validate(fields: dict[str, np.ndarray], env: gym.Env) -> dict[str, np.ndarra
         raise InputError("it has no rows")
 
     for name, field in fields.items():
+        label = NAMES[name][0]
         if field.dtype.kind not in "fiub":
-            raise InputError(f"{name} holds {field.dtype}, not numbers")
+            raise InputError(f"{label} holds {field.dtype}, not numbers")
         if len(field) != num_rows and (name != "obs" or "next_obs" in fields):
-            raise InputError(f"{name} has {len(field)} rows, action has {num_rows}")
+            raise InputError(f"{label} has {len(field)} rows, actions has {num_rows}")
         # [N, 1] where [N] is meant, or the reverse, is common and harmless
         shape, expected = field.shape[1:], row_shapes.get(name, ())
         if shape != expected and {shape, expected} != {(), (1,)}:
-            raise InputError(f"a row of {name} has shape {shape}, the environment's has {expected}")
+            raise InputError(
+                f"a row of {label} has shape {shape}, the environment's has {expected}"
+            )
         field = fields[name] = field.reshape(len(field), *expected)
         finite = (np.abs(field) <= np.finfo(np.float32).max).all(axis=tuple(range(1, field.ndim)))
         if not finite.all():
-            raise InputError(f"{name} is not finite in row {finite.argmin()}")
+            raise InputError(f"{label} is not finite in row {finite.argmin()}")
 
     action = fields["action"]
     if isinstance(action_space, gym.spaces.Box):
@@ -274,7 +277,7 @@ def validate(fields: dict[str, np.ndarray], env: gym.Env) -> dict[str, np.ndarra
         raise InputError(one_line(f"{message} (actions are in the environment's own units)"))
     obs_dtype = np.uint8 if obs_space.dtype == np.uint8 else np.float32
     if obs_dtype == np.uint8 and fields["obs"].dtype != np.uint8:
-        raise InputError(f"obs holds {fields['obs'].dtype}, the environment's are uint8")
+        raise InputError(f"observations holds {fields['obs'].dtype}, the environment's are uint8")
 
     # episodes: terminated wins if both flags are set; the end of the file is a cut, too
     terminated, cuts_known = fields["terminated"].astype(bool), "truncated" in fields
@@ -296,8 +299,8 @@ def validate(fields: dict[str, np.ndarray], env: gym.Env) -> dict[str, np.ndarra
     broken = row_differs(fields["obs"][1:], fields["next_obs"][:-1]) & ~done[:-1]
     if broken.any():
         raise InputError(
-            f"next_obs of row {broken.argmax()} is not obs of the next row, yet neither flag ends"
-            " the episode there"
+            f"next_observations of row {broken.argmax()} is not observations of the next row, yet"
+            " neither flag ends the episode there"
         )
     return {name: fields[name] for name in NAMES}
 
@@ -332,7 +335,7 @@ def add_next_obs(fields: dict[str, np.ndarray], cuts_known: bool) -> dict[str, n
         )
     if len(obs) != num_rows:
         raise InputError(
-            f"obs has {len(obs)} rows, action has {num_rows}; expected {num_rows}, or"
+            f"observations has {len(obs)} rows, actions has {num_rows}; expected {num_rows}, or"
             f" {num_rows + len(last_row)} with the final observation of each episode"
         )
     keep = ~truncated

@@ -10,17 +10,20 @@ it cannot chase the critic's errors outside of them.
 Equations (a prime marks a target network, Q without an index is the mean of Q_1 and Q_2):
     critic      minimise sum_i (Q_i(s, a) - y)^2
                 y = r + gamma (1 - terminated) min_i Q'_i(s', a'),          a' ~ pi'(.|s')
-    advantage   A(s, a) = Q(s, a) - mean_j Q(s, a_j)  or  - max_j Q(s, a_j),  a_1..a_M ~ pi(.|s)
+    advantage   A(s, a) = Q(s, a) - mean_j Q(s, a_j)  or  Q(s, a) - max_j Q(s, a_j)
+                with a_1..a_M ~ pi(.|s)
     weight      f = 1[A > 0]  (binary)  or  f = min(exp(A / beta), max_weight)  (exp)
     actor       maximise f log pi(a|s); no gradient goes through f
 
 Differences from the paper:
     - Two critics with squared error, the smaller one in y, instead of one distributional critic:
-      fewer lines to read, and the minimum keeps values on narrow data from blowing up.
-    - A tanh-Gaussian policy instead of a mixture of Gaussians: one action, one mode to evaluate.
-    - Soft target updates. The paper's hard copies: --tau 1 --target-interval 100.
-    - Deterministic evaluation with tanh(mean). The paper's critic-weighted policy (CWP) draws one
-      of K sampled actions with probability softmax(Q / beta): --num-cwp-samples 10.
+      fewer lines to read, and the minimum is the cautious guess where the two disagree.
+    - A tanh-Gaussian policy instead of a mixture of Gaussians, which has no single best action to
+      evaluate; this has tanh(mean).
+    - Soft target updates, as most actor-critics use today. The paper's hard copies:
+      --tau 1 --target-interval 100.
+    - Deterministic evaluation, so that a policy has one score. The paper's critic-weighted policy
+      (CWP) draws one of K sampled actions with softmax(Q / beta): --num-cwp-samples 10.
     - Observations are standardised with the mean and std of the dataset, and rewards are scaled by
       0.1: one learning rate and one beta then fit Pendulum, whose returns reach -1800.
 
@@ -30,10 +33,12 @@ O observation, A action, E evaluation episodes. A scalar per transition is [B], 
 Run it:
     python algos/crr.py --env-id Pendulum-v1
     python algos/crr.py --weight-type exp --beta inf   (behaviour cloning: every f is exactly 1)
+
 The paper's hyper-parameters, on a Minari dataset:
     python algos/crr.py --env-id HalfCheetah-v5 --dataset minari:mujoco/halfcheetah/medium-v0 \\
         --weight-type exp --learning-rate 1e-4 --batch-size 1024 --tau 1 --target-interval 100 \\
         --num-cwp-samples 10 --reward-scale 1 --total-updates 500000
+
 Resume it:
     python algos/crr.py --resume runs/<run>   (a checkpoint costs 3 MB and about 20 ms)
 """
@@ -68,7 +73,7 @@ class Args:
     dataset: str = "auto"  # auto (shipped with us, else random) | random:N | PATH.npz | minari:ID
     reward_scale: float = 0.1  # training sees reward_scale * reward + reward_shift
     reward_shift: float = 0.0  # see reward_scale
-    normalize_reward: bool = False  # first divide rewards by the dataset's range of returns / 1000
+    normalize_reward: bool = False  # first scale rewards so that the data's returns span 1000
     total_updates: int = 10_000  # budget in gradient updates
     total_epochs: int | None = None  # budget in epochs of N / batch_size updates, instead
     batch_size: int = 256  # transitions per update
@@ -77,13 +82,13 @@ class Args:
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # the last two fall to 0
     warmup_updates: int = 0  # the learning rate first climbs from 0 over this many updates
     hidden_dim: int = 256  # width of both hidden layers, in every network
-    eval_interval: int = 1_000  # between evaluations; intervals count what the budget counts
+    eval_interval: int = 1_000  # updates (online: environment steps) between evaluations
     eval_episodes: int = 10  # episodes per evaluation
     eval_seed: int = 10_000  # evaluation episode i starts from eval_seed + i
     target_return: float | None = None  # stop when an evaluation's mean return gets there
     patience: int | None = None  # stop after this many evaluations without a better one
-    checkpoint_interval: int = 5_000  # between checkpoints; Ctrl-C and SIGTERM save one, too
-    log_interval: int = 100  # between lines in the logs
+    checkpoint_interval: int = 5_000  # the same between checkpoints; Ctrl-C and SIGTERM save, too
+    log_interval: int = 100  # the same between lines in the logs
     run_dir: str | None = None  # folder of the run [runs/<algo>__<env>__<seed>__<time>]
     resume: str | None = None  # folder of a run to go on with; its flags hold, budgets may change
     evaluate: str | None = None  # checkpoint to evaluate instead of training
@@ -96,7 +101,7 @@ class Args:
     # CRR only
     advantage_type: Literal["mean", "max"] = "mean"  # baseline over the sampled actions' values
     weight_type: Literal["binary", "exp"] = "binary"  # f = 1[A > 0] or exp(A / beta)
-    beta: float = 1.0  # temperature of exp weights and of CWP; inf: behaviour cloning
+    beta: float = 1.0  # temperature of exp weights (inf: behaviour cloning) and of CWP
     max_weight: float = 20.0  # upper clip of exp weights
     num_action_samples: int = 4  # M, actions of the policy that the baseline is made of
     num_cwp_samples: int = 0  # K > 0: evaluation draws one of K actions with softmax(Q / beta)
@@ -105,7 +110,7 @@ class Args:
     target_interval: int = 1  # updates between target updates
 
 
-if __name__ == "__main__":  # answers --help and typos now: torch takes seconds to import
+if __name__ == "__main__":  # parsed here for --help and typos, which need not wait for torch
     tyro.cli(Args, description=__doc__)
 
 import gymnasium as gym
@@ -321,17 +326,21 @@ def save_atomically(path: str, write: Callable[[BinaryIO], None]) -> None:
         if os.path.exists(temporary):
             os.remove(temporary)
         reason = error.strerror if isinstance(error, OSError) else "no space left on the disk?"
-        raise OSError(f"cannot write {path}: {reason}") from None
+        raise OSError(f"cannot write {path}: {reason}; what was saved before is intact") from None
 
 
 def load_checkpoint(path: str) -> dict:
+    if os.path.isdir(path):
+        raise InputError(f"{path} is a folder; a checkpoint is a file, for example {path}/best.pt")
+    if os.path.isfile(os.path.dirname(path)):
+        raise InputError(f"{os.path.dirname(path)} is a file; --resume takes the folder of a run")
     if not os.path.isfile(path):
         raise InputError(f"there is no checkpoint {path}")
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         algo = checkpoint["algo"]
     except Exception as error:  # torch raises many types for a file that it cannot read
-        reason = common.one_line(error)[:80]
+        reason = common.one_line(error).split(".")[0]
         raise InputError(f"{path} is not a complete checkpoint of ours ({reason})") from None
     if algo != ALGO:
         raise InputError(f"{path} is a checkpoint of {algo}, not of {ALGO}")
@@ -426,14 +435,17 @@ def keep_freed_memory() -> None:
 class Logger:
     """metrics.csv and TensorBoard for the record; a progress bar, or plain lines, for the eye."""
 
-    def __init__(self, run_dir: str, total: int, quiet: bool, step=0, seconds=0.0, num_bytes=0):
+    def __init__(
+        self, run_dir: str, total: int, quiet: bool, step=0, seconds=0.0, num_bytes=0, last_eval=0.0
+    ):
         from torch.utils.tensorboard import SummaryWriter  # slow to import
 
-        self.first_step, self.total, self.last_eval = step, total, math.nan
+        self.first_step, self.total, self.last_eval = step, total, last_eval
         self.first_second, self.start = seconds, time.perf_counter() - seconds
         self.quiet, self.bar = quiet, sys.stdout.isatty() and not quiet
         self.file = open(os.path.join(run_dir, "metrics.csv"), "a", newline="")  # noqa: SIM115
-        self.file.truncate(min(num_bytes, self.file.tell()))  # what comes after will come again
+        # rows after the checkpoint are logged once more
+        self.file.truncate(min(num_bytes, self.file.tell()))
         self.csv = csv.writer(self.file)
         if step == 0:
             self.csv.writerow(["step", "seconds", "key", "value"])
@@ -447,7 +459,8 @@ class Logger:
 
     def position(self, step: int) -> dict:
         """What a resumed run's logger starts from."""
-        return {"step": step, "seconds": self.seconds(), "num_bytes": self.file.tell()}
+        position = {"step": step, "seconds": self.seconds(), "num_bytes": self.file.tell()}
+        return position | {"last_eval": self.last_eval}
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
         for key, value in values.items():
@@ -492,17 +505,17 @@ class StopSignal:
 
     def note(self, number: int, frame) -> None:
         self.number = number
-        for second in self.previous:
-            signal.signal(second, signal.SIG_DFL)
+        for caught in self.previous:  # the next one kills
+            signal.signal(caught, signal.SIG_DFL)
 
     def __exit__(self, *error) -> None:
         for number, handler in self.previous.items():
             signal.signal(number, handler)
 
 
-RESUME_MAY_CHANGE = (
+RESUME_MAY_CHANGE = (  # the dataset may lie elsewhere now: its fingerprint must be the same
     "total_updates total_epochs eval_interval checkpoint_interval log_interval target_return "
-    "patience quiet resume"
+    "patience quiet resume dataset"
 )
 EVALUATE_MAY_CHANGE = (
     "eval_episodes eval_seed record capture_video quiet device torch_threads num_cwp_samples beta "
@@ -533,7 +546,9 @@ def train(args: Args) -> dict[str, float]:
     if args.resume:
         checkpoint = load_checkpoint(checkpoint_path)
         check_unchanged(args, checkpoint["args"], RESUME_MAY_CHANGE, "--resume")
-    elif os.path.exists(f"{run_dir}/metrics.csv"):
+        if "generator" not in checkpoint:
+            raise InputError(f"{checkpoint_path} is a best.pt: it acts, but it cannot be resumed")
+    elif os.path.exists(checkpoint_path):
         raise InputError(f"{run_dir} holds a run already: --resume it, or give another --run-dir")
     torch.manual_seed(args.seed)  # for the initial weights
     generator = torch.Generator(device).manual_seed(args.seed)  # for all else that training draws
@@ -586,7 +601,8 @@ def train(args: Args) -> dict[str, float]:
         if args.total_epochs is not None and args.total_updates != old_updates:
             raise InputError(f"{run_dir} is counted in epochs: give --total-epochs instead")
         if checkpoint["step"] >= total:
-            raise InputError(f"{run_dir} has had its {total} updates: give it more to go on")
+            done = f"{run_dir} is at update {checkpoint['step']} already"
+            raise InputError(f"{done}: give it a budget above that, for example --total-updates")
         for name, part in parts.items():
             part.load_state_dict(checkpoint[name])
         generator.set_state(checkpoint["generator"])
@@ -696,13 +712,13 @@ def train(args: Args) -> dict[str, float]:
                 stop_reason = f"{signal.Signals(stop_signal.number).name} was received"
                 exit_signal = stop_signal.number
             if is_best or stop_reason or step % args.checkpoint_interval == 0:
-                predictor = {"algo": ALGO, "args": asdict(args), "step": step}
-                predictor |= {"obs_mean": obs_mean, "obs_std": obs_std}
-                predictor |= {"actor": actor.state_dict(), "critic": critic.state_dict()}
+                policy_state = {"algo": ALGO, "args": asdict(args), "step": step}
+                policy_state |= {"obs_mean": obs_mean, "obs_std": obs_std}
+                policy_state |= {"actor": actor.state_dict(), "critic": critic.state_dict()}
             if is_best:
-                save_atomically(best_path, partial(torch.save, predictor))
+                save_atomically(best_path, partial(torch.save, policy_state))
             if stop_reason or step % args.checkpoint_interval == 0:
-                checkpoint = predictor | {
+                checkpoint = policy_state | {
                     "best_return": best_return,
                     "evals_since_best": evals_since_best,
                     "fingerprint": fingerprint,
@@ -713,10 +729,11 @@ def train(args: Args) -> dict[str, float]:
                 save_atomically(checkpoint_path, partial(torch.save, checkpoint))
 
     command, run = f"python {sys.argv[0]}", shlex.quote(run_dir)
+    more = "" if step < total else " --total-updates <more>"
     saved = "best.pt" if best_return > -math.inf else "checkpoint.pt"
     logger.line(
-        f"stopped at update {step:,}: {stop_reason}; best evaluation {best_return:.1f}"
-        f"\nresume: {command} --resume {run}\nevaluate: {command} --evaluate {run}/{saved}"
+        f"stopped at update {step:,}: {stop_reason}"
+        f"\nresume: {command} --resume {run}{more}\nevaluate: {command} --evaluate {run}/{saved}"
     )
     logger.close()
     evaluations = {"eval/return_mean": logger.last_eval, "eval/best_return": best_return}
@@ -738,9 +755,11 @@ def evaluate_checkpoint(args: Args) -> dict[str, float]:
         f"{args.evaluate}: return mean {returns.mean():.1f} std {returns.std():.1f}"
         f" min {returns.min():.1f} max {returns.max():.1f} over {len(returns)} episodes"
     )
+    if args.record:
+        report += f"\nrecorded in {args.record}"
     if args.capture_video:
         folder = os.path.join(os.path.dirname(args.evaluate), "videos")
-        report += "\n" + common.capture_video(policy, args.env_id, args.eval_seed, folder)
+        report += f"\nfilmed in {common.capture_video(*episodes[:2], args.eval_seed, folder)}"
     if not args.quiet:
         print(report)
     return {"eval/return_mean": returns.mean().item(), "signal": 0}
@@ -757,7 +776,7 @@ def parse_args() -> Args:
 
 
 def main() -> int:
-    """0: done; 1: the disk failed us; 2: the input was wrong; 128 + signal: stopped by it."""
+    """0: done; 1: a file could not be written; 2: wrong input; 128 + signal: stopped by it."""
     try:
         args = parse_args()
         result = evaluate_checkpoint(args) if args.evaluate else train(args)
@@ -765,8 +784,11 @@ def main() -> int:
         print(f"{ALGO}: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        print(f"{ALGO}: {error}; what was saved before is intact", file=sys.stderr)
+        print(f"{ALGO}: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print(f"{ALGO}: stopped before there was anything to save", file=sys.stderr)
+        return 130
     return 128 + result["signal"] if result["signal"] else 0
 
 

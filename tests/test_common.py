@@ -283,7 +283,7 @@ def test_d4rl_without_next_observations(load):
 def test_d4rl_without_next_observations_names_the_row_of_the_file(load):
     changes = {"next_observations": None, "terminations": flags(6), "truncations": flags(6, 2)}
     rewards = np.array([0, 0, 0, 0, np.nan, 0])  # row 2 is dropped before this one is found
-    refused(lambda: load(good(**changes, rewards=rewards)), "reward is not finite in row 4")
+    refused(lambda: load(good(**changes, rewards=rewards)), "rewards is not finite in row 4")
 
 
 def test_d4rl_without_next_observations_nor_two_steps_in_a_row(load):
@@ -494,42 +494,57 @@ BAD_ARRAYS = {
     "no terminations": ({"terminations": None}, "no array 'terminations'"),
     "other names": ({"actions": None, "acts": column(1)}, "next_observations, terminations"),
     "no rows": ({name: array[:0] for name, array in good().items()}, "has no rows"),
-    "5 observations": ({"observations": good()["observations"][:5]}, "obs has 5 rows"),
+    "5 observations": ({"observations": good()["observations"][:5]}, "observations has 5 rows"),
     "5 next_observations": (
         {"next_observations": good()["next_observations"][:5]},
-        "next_obs has 5 rows",
+        "next_observations has 5 rows",
     ),
-    "5 rewards": ({"rewards": np.ones(5)}, "reward has 5 rows, action has 6"),
-    "5 terminations": ({"terminations": flags(5)}, "terminated has 5 rows"),
-    "5 truncations": ({"truncations": flags(5)}, "truncated has 5 rows"),
+    "5 rewards": ({"rewards": np.ones(5)}, "rewards has 5 rows, actions has 6"),
+    "5 terminations": ({"terminations": flags(5)}, "terminations has 5 rows"),
+    "5 truncations": ({"truncations": flags(5)}, "truncations has 5 rows"),
     "7 observations, no next": (
         {"observations": column(*range(7)), "next_observations": None},
-        "obs has 7 rows, action has 6; expected 6, or 8",
+        "observations has 7 rows, actions has 6; expected 6, or 8",
     ),
-    "wide observations": ({"observations": np.ones((6, 2))}, "a row of obs has shape (2,)"),
-    "wide next_observations": ({"next_observations": np.ones((6, 2))}, "next_obs has shape (2,)"),
+    "wide observations": (
+        {"observations": np.ones((6, 2))},
+        "a row of observations has shape (2,)",
+    ),
+    "wide next_observations": (
+        {"next_observations": np.ones((6, 2))},
+        "next_observations has shape (2,)",
+    ),
     "wide next_observations, no cuts": (
         {"next_observations": np.ones((6, 2)), "truncations": None, "observations": np.eye(6)},
-        "obs has shape",
+        "observations has shape",
     ),
-    "narrow actions": ({"actions": np.ones((6, 1))}, "a row of action has shape (1,)"),
-    "flat actions": ({"actions": np.ones(6)}, "a row of action has shape ()"),
-    "wide rewards": ({"rewards": np.ones((6, 2))}, "a row of reward has shape (2,)"),
+    "narrow actions": ({"actions": np.ones((6, 1))}, "a row of actions has shape (1,)"),
+    "flat actions": ({"actions": np.ones(6)}, "a row of actions has shape ()"),
+    "wide rewards": ({"rewards": np.ones((6, 2))}, "a row of rewards has shape (2,)"),
     "one number as rewards": ({"rewards": np.float32(1)}, "reward"),
     "one number as actions": ({"actions": np.float32(1)}, "action"),
-    "nan observation": (put("observations", 4, nan), "obs is not finite in row 4"),
-    "inf next_observation": (put("next_observations", 2, inf), "next_obs is not finite in row 2"),
-    "nan action": (put("actions", 3, [0, nan]), "action is not finite in row 3"),
-    "inf reward": (put("rewards", 5, -inf), "reward is not finite in row 5"),
+    "nan observation": (put("observations", 4, nan), "observations is not finite in row 4"),
+    "inf next_observation": (
+        put("next_observations", 2, inf),
+        "next_observations is not finite in row 2",
+    ),
+    "nan action": (put("actions", 3, [0, nan]), "actions is not finite in row 3"),
+    "inf reward": (put("rewards", 5, -inf), "rewards is not finite in row 5"),
     "nan termination": ({"terminations": np.array([0, 0, 1, 0, nan, 0])}, "in row 4"),
     "action above": (put("actions", 2, [3.5, 0]), "in row 2 is not in the box"),
     "box of action above": (put("actions", 2, [3.5, 0]), "the box [-1. 0.] to [ 3. 10.]"),
     # -0.5 is inside the first dimension's bounds, not the second's
     "action below": (put("actions", 4, [0, -0.5]), "in row 4 is not in the box"),
-    "inner break": (put("observations", 4, 7), "next_obs of row 3 is not obs of the next row"),
-    "inner break of next": (put("next_observations", 0, 7), "next_obs of row 0 is not obs"),
-    "strings": ({"rewards": np.array(list("123456"))}, "reward holds <U1, not numbers"),
-    "strings as flags": ({"terminations": np.array(list("001000"))}, "terminated holds <U1"),
+    "inner break": (
+        put("observations", 4, 7),
+        "next_observations of row 3 is not observations of the next row",
+    ),
+    "inner break of next": (
+        put("next_observations", 0, 7),
+        "next_observations of row 0 is not observations",
+    ),
+    "strings": ({"rewards": np.array(list("123456"))}, "rewards holds <U1, not numbers"),
+    "strings as flags": ({"terminations": np.array(list("001000"))}, "terminations holds <U1"),
 }
 
 

@@ -187,7 +187,7 @@ def test_resume_refuses_other_flags_and_other_data(tiny, probe_data, tmp_path):
         crr.train(replace(more, gamma=0.9))
     with pytest.raises(crr.InputError, match="--resume keeps env_id = Probe-v0"):
         crr.train(replace(more, env_id="Pendulum-v1"))
-    with pytest.raises(crr.InputError, match="has had its 20 updates"):
+    with pytest.raises(crr.InputError, match="is at update 20 already"):
         crr.train(replace(more, total_updates=20))
     with pytest.raises(crr.InputError, match="holds a run already"):
         crr.train(tiny)
