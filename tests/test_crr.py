@@ -328,6 +328,7 @@ def test_C4_C7_loop_equals_an_independent_implementation(tiny, advantage_type, w
     args = replace(
         tiny,
         total_updates=6,
+        learning_rate=1e-2,  # large enough that a target network is not its online twin
         target_interval=2,
         tau=0.3,
         num_action_samples=3,
@@ -349,8 +350,8 @@ def test_C4_C7_loop_equals_an_independent_implementation(tiny, advantage_type, w
     torch.manual_seed(args.seed)
     actor, critic = crr.Actor(1, 1, 16), crr.TwinCritic(1, 1, 16)
     old_actor, old_critic = deepcopy(actor), deepcopy(critic)
-    actor_opt = torch.optim.Adam(actor.parameters(), 3e-4)
-    critic_opt = torch.optim.Adam(critic.parameters(), 3e-4)
+    actor_opt = torch.optim.Adam(actor.parameters(), 1e-2)
+    critic_opt = torch.optim.Adam(critic.parameters(), 1e-2)
     generator = torch.Generator().manual_seed(args.seed)
 
     def distribution(network, s):

@@ -85,11 +85,13 @@ def test_S17_n_need_not_be_a_multiple_of_the_eval_interval(tiny, tmp_path):
 
 
 def test_second_signal_kills_at_once():
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     with crr.StopSignal() as stop:
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop.number == signal.SIGTERM
         for number in (signal.SIGINT, signal.SIGTERM):
             assert signal.getsignal(number) == signal.SIG_DFL
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
 
 def test_stop_before_the_first_evaluation_names_a_file_that_exists(tiny, monkeypatch, capsys):
@@ -242,6 +244,36 @@ def test_early_stops_and_best(tiny, monkeypatch, capsys):
     args = replace(args, target_return=3.0, run_dir=args.run_dir + "-target")
     assert crr.train(args)["step"] == 20
     assert "an evaluation reached the target of 3.0" in capsys.readouterr().out
+
+
+def test_best_and_patience_survive_a_resume(tiny, monkeypatch):
+    """1, 3, stop; then 2, 2: the 3 is still the best, and the two since it exhaust the patience."""
+    script = iter([0.0, 1.0, 3.0, 2.0, 2.0, 9.0])
+    monkeypatch.setattr(crr.common, "evaluate", lambda *_: np.full(2, next(script)))
+    args = replace(tiny, patience=2)
+    crr.train(args)
+    result = crr.train(replace(args, resume=args.run_dir, total_updates=100))
+    assert (result["step"], result["eval/best_return"]) == (40, 3.0)
+    assert load(args.run_dir, "best.pt")["step"] == 20
+
+
+def test_a_rate_of_almost_zero_stops_every_optimiser(tiny, tmp_path):
+    """Warm-up over a billion updates: no network may move, so no optimiser was forgotten."""
+    crr.train(replace(tiny, warmup_updates=10**9))
+    fresh = replace(tiny, total_updates=1, learning_rate=1e-30, run_dir=str(tmp_path / "fresh"))
+    crr.train(fresh)
+    for key in ("actor", "critic"):
+        moved = flat(load(tiny.run_dir), [key]) - flat(load(fresh.run_dir), [key])
+        assert moved.abs().max() < 1e-7
+
+
+def test_seed_reaches_the_dataset(tiny, tmp_path):
+    fingerprints = []
+    for seed in (1, 2):
+        args = replace(tiny, seed=seed, dataset="random:50", run_dir=str(tmp_path / str(seed)))
+        crr.train(args)
+        fingerprints.append(load(args.run_dir)["fingerprint"])
+    assert fingerprints[0] != fingerprints[1]
 
 
 def test_last_evaluation_and_checkpoint_are_of_the_last_update(tiny):
