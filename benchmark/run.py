@@ -168,8 +168,8 @@ def main(options: Options) -> int:
     for env_id in {row.env_id for row in rows}:
         evaluate_random_policy(env_id, options.results)
 
-    for number in (signal.SIGINT, signal.SIGTERM):  # SIGINT is ignored in a shell's background jobs
-        signal.signal(number, signal.default_int_handler)
+    stop = signal.default_int_handler  # set, since a shell's background jobs ignore SIGINT
+    handlers = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     running: list[Run] = []
     failed: list[Run] = []
     num_waiting, start, num_done = len(waiting), time.time(), 0
@@ -205,6 +205,9 @@ def main(options: Options) -> int:
             run.process.wait()
         print("interrupted: the same command goes on from the checkpoints")
         return 130
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
     if failed:
         print(f"{len(failed)} failed:", *[f"{run.row.name} seed {run.seed}" for run in failed])
     return 1 if failed else 0
