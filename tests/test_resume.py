@@ -247,14 +247,13 @@ def test_early_stops_and_best(tiny, monkeypatch, capsys):
 
 
 def test_best_and_patience_survive_a_resume(tiny, monkeypatch):
-    """1, 3, stop; then 2, 2: the 3 is still the best, and the two since it exhaust the patience."""
-    script = iter([0.0, 1.0, 3.0, 2.0, 2.0, 9.0])
+    """5, 3, resumed, 4: the 5 is still the best, and the 4 the second in a row without a better."""
+    script = iter([0.0, 5.0, 3.0, 4.0, 4.0])
     monkeypatch.setattr(crr.common, "evaluate", lambda *_: np.full(2, next(script)))
-    args = replace(tiny, patience=2)
-    crr.train(args)
-    result = crr.train(replace(args, resume=args.run_dir, total_updates=100))
-    assert (result["step"], result["eval/best_return"]) == (40, 3.0)
-    assert load(args.run_dir, "best.pt")["step"] == 20
+    crr.train(tiny)
+    result = crr.train(replace(tiny, resume=tiny.run_dir, total_updates=40, patience=2))
+    assert (result["step"], result["eval/best_return"]) == (30, 5.0)
+    assert load(tiny.run_dir, "best.pt")["step"] == 10
 
 
 def test_a_rate_of_almost_zero_stops_every_optimiser(tiny, tmp_path):
