@@ -73,12 +73,11 @@ def probe_data(tmp_path_factory):
     return save_rows(path, obs[:-1], action, reward, obs[1:], terminated, truncated)
 
 
-@pytest.fixture
-def tiny(probe_data, tmp_path):
+def tiny_args(dataset, run_dir):
     """Arguments of a run that takes a fraction of a second."""
     return crr.Args(
         env_id="Probe-v0",
-        dataset=probe_data,
+        dataset=dataset,
         total_updates=20,
         batch_size=32,
         hidden_dim=16,
@@ -86,11 +85,16 @@ def tiny(probe_data, tmp_path):
         eval_episodes=2,
         checkpoint_interval=1000,
         log_interval=5,
-        run_dir=str(tmp_path / "run"),
+        run_dir=str(run_dir),
         device="cpu",
         torch_threads=1,
         quiet=True,
     )
+
+
+@pytest.fixture
+def tiny(probe_data, tmp_path):
+    return tiny_args(probe_data, tmp_path / "run")
 
 
 def load(run_dir, name="checkpoint.pt"):

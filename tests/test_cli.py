@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, flat, load
+from conftest import ROOT, flat, load, tiny_args
 
 from algos import crr
 
@@ -90,20 +90,8 @@ def test_every_flag_is_tried():
 
 @pytest.fixture(scope="module")
 def baseline(probe_data, tmp_path_factory):
-    args = crr.Args(
-        env_id="Probe-v0",
-        dataset=probe_data,
-        total_updates=20,
-        batch_size=32,
-        hidden_dim=16,
-        eval_interval=10,
-        eval_episodes=2,
-        log_interval=5,
-        device="auto",
-        torch_threads=1,
-        quiet=True,
-        run_dir=str(tmp_path_factory.mktemp("baseline") / "run"),
-    )
+    args = tiny_args(probe_data, tmp_path_factory.mktemp("baseline") / "run")
+    args = replace(args, device="auto")
     crr.train(args)
     return args, flat(load(args.run_dir))
 
