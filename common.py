@@ -57,14 +57,19 @@ def one_line(message: object) -> str:
     return " ".join(str(message).split())
 
 
-def normalize_action(action: np.ndarray, space: gym.spaces.Box) -> np.ndarray:
-    """From the units of the environment to [-1, 1]: the only actions that networks ever see."""
+def normalize_action(action: np.ndarray, space: gym.Space) -> np.ndarray:
+    """From the units of the environment to what networks see, always float32 vectors: continuous
+    actions in [-1, 1], discrete ones as one-hot vectors. [N, A] or [N] -> [N, A]"""
+    if isinstance(space, gym.spaces.Discrete):
+        return np.eye(space.n, dtype=np.float32)[action - space.start]
     center, half_range = (space.high + space.low) / 2, (space.high - space.low) / 2
     return np.clip((action - center) / half_range, -1, 1).astype(np.float32)  # against rounding
 
 
-def unnormalize_action(action: np.ndarray, space: gym.spaces.Box) -> np.ndarray:
-    """From [-1, 1] to the units of the environment."""
+def unnormalize_action(action: np.ndarray, space: gym.Space) -> np.ndarray:
+    """The way back, to the units of the environment. [N, A] -> [N, A] or [N]"""
+    if isinstance(space, gym.spaces.Discrete):
+        return action.argmax(axis=-1) + space.start
     center, half_range = (space.high + space.low) / 2, (space.high - space.low) / 2
     action = np.clip(center + half_range * action, space.low, space.high)  # against rounding
     return action.astype(space.dtype)
@@ -78,7 +83,7 @@ class Dataset:
     """Transitions in the order in which they happened, as CPU tensors."""
 
     obs: torch.Tensor  # [N, O] float32 (images stay uint8)
-    action: torch.Tensor  # [N, A] float32 in [-1, 1], or [N] int64 for a discrete space
+    action: torch.Tensor  # [N, A] float32, in [-1, 1], or one-hot for a discrete space
     reward: torch.Tensor  # [N] float32, after scaling and shifting
     next_obs: torch.Tensor  # [N, O]: the true successor, also where an episode was truncated
     terminated: torch.Tensor  # [N] bool: the MDP ended here; nothing to bootstrap from
@@ -143,8 +148,7 @@ def load_dataset(
             raise InputError(f"dataset {spec}: all episodes have the same return: do not normalise")
         reward_scale = reward_scale * 1000 / span
     fields["reward"] = (reward_scale * fields["reward"] + reward_shift).astype(np.float32)
-    if isinstance(env.action_space, gym.spaces.Box):
-        fields["action"] = normalize_action(fields["action"], env.action_space)
+    fields["action"] = normalize_action(fields["action"], env.action_space)
 
     tensors = {name: torch.from_numpy(field) for name, field in fields.items()}
     return Dataset(**tensors, episode_returns=episode_returns, source=spec)
@@ -366,7 +370,8 @@ def returns_to_go(
         future = rewards[t] + gamma * future
         discount = gamma * discount
         returns[t], discounts[t], last_rows[t] = future, discount, last_row
-    return torch.tensor(returns), torch.tensor(discounts), torch.tensor(last_rows)
+    M, D, last = (torch.tensor(x, device=reward.device) for x in (returns, discounts, last_rows))
+    return M, D, last
 
 
 # ---- evaluation

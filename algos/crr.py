@@ -1,4 +1,4 @@
-"""CRR: Critic Regularized Regression. Offline RL, continuous actions.
+"""CRR: Critic Regularized Regression. Offline RL, continuous or discrete actions.
 
 Paper: "Critic Regularized Regression", Z. Wang, A. Novikov, K. Zolna, J. T. Springenberg, S. Reed,
 B. Shahriari, N. Siegel, J. Merel, C. Gulcehre, N. Heess, N. de Freitas, 2020, arXiv:2006.15134.
@@ -11,15 +11,16 @@ Equations (a prime marks a target network, Q without an index is the mean of Q_1
     critic      minimise sum_i (Q_i(s, a) - y)^2
                 y = r + gamma (1 - terminated) min_i Q'_i(s', a'),          a' ~ pi'(.|s')
     advantage   A(s, a) = Q(s, a) - mean_j Q(s, a_j)  or  Q(s, a) - max_j Q(s, a_j)
-                with a_1..a_M ~ pi(.|s)
+                with a_1..a_M ~ pi(.|s); discrete actions: no samples, but sums over all actions,
+                sum_a' pi'(a'|s') min_i Q'_i(s', a') in y and sum_j pi(a_j|s) Q(s, a_j) in A
     weight      f = 1[A > 0]  (binary)  or  f = min(exp(A / beta), max_weight)  (exp)
     actor       maximise f log pi(a|s); no gradient goes through f
 
 Differences from the paper:
     - Two critics with squared error, the smaller one in y, instead of one distributional critic:
       fewer lines to read, and the minimum is the cautious guess where the two disagree.
-    - A tanh-Gaussian policy instead of a mixture of Gaussians, which has no single best action to
-      evaluate; this has tanh(mean).
+    - A tanh-Gaussian policy (discrete actions: a categorical one) instead of a mixture of
+      Gaussians, which has no single best action to evaluate; this has tanh(mean).
     - Soft target updates, as most actor-critics use today. The paper's hard copies:
       --tau 1 --target-interval 100.
     - Deterministic evaluation, so that a policy has one score. The paper's critic-weighted policy
@@ -27,11 +28,13 @@ Differences from the paper:
     - Observations are standardised with the mean and std of the dataset, and rewards are scaled by
       0.1: one learning rate and one beta then fit Pendulum, whose returns reach -1800.
 
-Shapes: N rows of data, B batch, C = 2 critics, M sampled actions, K candidates of CWP,
-O observation, A action, E evaluation episodes. A scalar per transition is [B], never [B, 1].
+Shapes: N rows of data, B batch, C = 2 critics, M sampled actions (discrete: M = A), K candidates of
+CWP, O observation, A action (discrete: one-hot), E evaluation episodes. A scalar per transition is
+[B], never [B, 1].
 
 Run it:
     python algos/crr.py --env-id Pendulum-v1
+    python algos/crr.py --env-id CartPole-v1
     python algos/crr.py --weight-type exp --beta inf   (behaviour cloning: every f is exactly 1)
 
 The paper's hyper-parameters, on a Minari dataset:
@@ -59,7 +62,7 @@ from copy import deepcopy
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
 from functools import partial
-from typing import BinaryIO, Literal, get_args, get_origin
+from typing import BinaryIO, Literal, NamedTuple, get_args, get_origin
 
 import tyro
 
@@ -103,9 +106,8 @@ class Args:
     weight_type: Literal["binary", "exp"] = "binary"  # f = 1[A > 0] or exp(A / beta)
     beta: float = 1.0  # temperature of exp weights (inf: behaviour cloning) and of CWP
     max_weight: float = 20.0  # upper clip of exp weights
-    num_action_samples: int = 4  # M, actions of the policy that the baseline is made of
+    num_action_samples: int = 4  # M, actions that the baseline is made of (discrete: all of them)
     num_cwp_samples: int = 0  # K > 0: evaluation draws one of K actions with softmax(Q / beta)
-    action_clip: float = 1e-3  # data actions are kept this far from +-1, where log pi is infinite
     tau: float = 0.005  # how far the targets move towards the networks; 1: hard copy
     target_interval: int = 1  # updates between target updates
 
@@ -143,7 +145,6 @@ def check_args(args: Args) -> None:
         ("gamma", "in [0, 1)", 0 <= args.gamma < 1),
         ("warmup_updates", ">= 0", args.warmup_updates >= 0),
         ("num_cwp_samples", ">= 0", args.num_cwp_samples >= 0),
-        ("action_clip", "in (0, 1)", 0 < args.action_clip < 1),
         ("tau", "in (0, 1]", 0 < args.tau <= 1),
         ("record", "a name that ends in .npz", (args.record or ".npz").endswith(".npz")),
         ("record", "used with --evaluate", not args.record or args.evaluate),
@@ -159,16 +160,18 @@ def check_args(args: Args) -> None:
             raise InputError(f"{name} must be {rule}, got {getattr(args, name)}")
 
 
-def check_spaces(env: gym.Env) -> tuple[int, int]:
-    """-> O, A of an environment with vector observations and bounded continuous actions."""
+def check_spaces(env: gym.Env) -> tuple[int, int, bool]:
+    """-> O, A and whether actions are discrete, if observations and actions are of a known kind."""
     obs_space, action_space, env_id = env.observation_space, env.action_space, env.spec.id
     if not isinstance(obs_space, gym.spaces.Box) or len(obs_space.shape) != 1:
         raise InputError(f"{env_id}: observations must be vectors, not {obs_space}")
+    if isinstance(action_space, gym.spaces.Discrete):
+        return obs_space.shape[0], int(action_space.n), True
     if not isinstance(action_space, gym.spaces.Box) or len(action_space.shape) != 1:
-        raise InputError(f"{env_id}: actions must be continuous vectors, not {action_space}")
+        raise InputError(f"{env_id}: actions must be vectors or discrete, not {action_space}")
     if not action_space.is_bounded() or not (action_space.low < action_space.high).all():
         raise InputError(f"{env_id}: actions must have finite bounds, not {action_space}")
-    return obs_space.shape[0], action_space.shape[0]
+    return obs_space.shape[0], action_space.shape[0], False
 
 
 # ---- networks
@@ -184,23 +187,76 @@ def mlp(input_dim: int, hidden_dim: int, output_dim: int) -> nn.Sequential:
     )
 
 
+def tanh_gaussian_log_prob(
+    mean: torch.Tensor, log_std: torch.Tensor, u: torch.Tensor
+) -> torch.Tensor:
+    """log pi(tanh(u)) = sum_d log N(u_d; mean_d, std_d) - log(1 - tanh(u_d)^2). [B, A] -> [B]"""
+    assert mean.shape == log_std.shape == u.shape
+    gaussian = -0.5 * ((u - mean) / log_std.exp()) ** 2 - log_std - 0.5 * math.log(2 * math.pi)
+    # log(1 - tanh(u)^2) = 2 (log 2 - u - softplus(-2u)), exact where 1 - tanh(u)^2 rounds to 0
+    log_det = 2 * (math.log(2) - u - nn.functional.softplus(-2 * u))
+    return (gaussian - log_det).sum(-1)  # [B]
+
+
+class TanhGaussian(NamedTuple):
+    """pi(.|s) over continuous actions: a = tanh(u), u ~ Normal(mean, std) in every dimension."""
+
+    mean: torch.Tensor  # [B, A]
+    log_std: torch.Tensor  # [B, A]
+
+    def log_prob(self, action: torch.Tensor) -> torch.Tensor:
+        """log pi(a|s) of actions of the data. [B, A] -> [B]"""
+        # at +-1 atanh is infinite, and next to it a row would outweigh all others
+        u = torch.atanh(action.clamp(-0.999, 0.999))  # [B, A]
+        return tanh_gaussian_log_prob(self.mean, self.log_std, u)
+
+    def greedy(self) -> torch.Tensor:
+        return torch.tanh(self.mean)  # [B, A]
+
+    def statistics(self) -> dict[str, float]:
+        return {"stats/policy_std": self.log_std.exp().mean().item()}
+
+
+class Categorical(NamedTuple):
+    """pi(.|s) over discrete actions, which are one-hot vectors."""
+
+    log_probs: torch.Tensor  # [B, A]
+
+    def log_prob(self, action: torch.Tensor) -> torch.Tensor:
+        """log pi(a|s) of actions of the data. [B, A] -> [B]"""
+        assert action.shape == self.log_probs.shape
+        return (action * self.log_probs).sum(-1)  # [B]
+
+    def greedy(self) -> torch.Tensor:
+        best = self.log_probs.argmax(-1)  # [B]
+        return nn.functional.one_hot(best, self.log_probs.shape[-1]).float()  # [B, A]
+
+    def statistics(self) -> dict[str, float]:
+        entropy = -(self.log_probs.exp() * self.log_probs).sum(-1)  # [B]
+        return {"stats/policy_entropy": entropy.mean().item()}
+
+
 class Actor(nn.Module):
-    """pi(a|s): a = tanh(u), u ~ Normal(mean(s), std(s)), one Gaussian per action dimension."""
+    """pi(.|s); the kind of action decides about the head, and about nothing else."""
 
     LOG_STD_MIN, LOG_STD_MAX = -5.0, 2.0
 
-    def __init__(self, obs_dim: int, action_dim: int, hidden_dim: int):
+    def __init__(self, obs_dim: int, action_dim: int, hidden_dim: int, discrete: bool):
         super().__init__()
-        self.net = mlp(obs_dim, hidden_dim, 2 * action_dim)
-        with torch.no_grad():  # start in the middle of the box, with the same std in every state
+        self.discrete = discrete
+        self.net = mlp(obs_dim, hidden_dim, action_dim if discrete else 2 * action_dim)
+        with torch.no_grad():  # start in the middle: no action is preferred, std is the same
             self.net[-1].weight.mul_(0.01)
             self.net[-1].bias.zero_()
 
-    def forward(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        mean, log_std = self.net(obs).chunk(2, dim=-1)  # [B, A], [B, A]
+    def forward(self, obs: torch.Tensor) -> TanhGaussian | Categorical:
+        output = self.net(obs)  # [B, A] or [B, 2A]
+        if self.discrete:
+            return Categorical(torch.log_softmax(output, dim=-1))
+        mean, log_std = output.chunk(2, dim=-1)  # [B, A], [B, A]
         # a clamp has no gradient outside its bounds, and std would stick to the floor
         low, high = self.LOG_STD_MIN, self.LOG_STD_MAX
-        return mean, low + 0.5 * (high - low) * (1 + torch.tanh(log_std))
+        return TanhGaussian(mean, low + 0.5 * (high - low) * (1 + torch.tanh(log_std)))
 
 
 class TwinCritic(nn.Module):
@@ -228,15 +284,19 @@ def sample_actions(
     return torch.tanh(mean + log_std.exp() * noise)  # [M, B, A]
 
 
-def tanh_gaussian_log_prob(
-    mean: torch.Tensor, log_std: torch.Tensor, u: torch.Tensor
-) -> torch.Tensor:
-    """log pi(tanh(u)) = sum_d log N(u_d; mean_d, std_d) - log(1 - tanh(u_d)^2). [B, A] -> [B]"""
-    assert mean.shape == log_std.shape == u.shape
-    gaussian = -0.5 * ((u - mean) / log_std.exp()) ** 2 - log_std - 0.5 * math.log(2 * math.pi)
-    # log(1 - tanh(u)^2) = 2 (log 2 - u - softplus(-2u)), exact where 1 - tanh(u)^2 rounds to 0
-    log_det = 2 * (math.log(2) - u - nn.functional.softplus(-2 * u))
-    return (gaussian - log_det).sum(-1)  # [B]
+def candidate_actions(
+    pi: TanhGaussian | Categorical, num_samples: int, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Actions a_j and weights p_j with E_{a ~ pi} f(a) = sum_j p_j f(a_j). -> [M, B, A], [M, B]
+
+    A categorical needs no samples: all of its M = A actions, with their probabilities, are exact.
+    """
+    if isinstance(pi, Categorical):
+        num_rows, num_actions = pi.log_probs.shape
+        one_hot = torch.eye(num_actions, device=pi.log_probs.device)[:, None]  # [M, 1, A]
+        return one_hot.expand(-1, num_rows, -1), pi.log_probs.exp().T
+    action = sample_actions(pi.mean, pi.log_std, num_samples, generator)  # [M, B, A]
+    return action, torch.full(action.shape[:2], 1 / num_samples, device=action.device)
 
 
 # ---- buffer
@@ -260,14 +320,21 @@ class Buffer:
 
 
 def td_target(
-    reward: torch.Tensor, terminated: torch.Tensor, next_q: torch.Tensor, gamma: float
+    reward: torch.Tensor,
+    terminated: torch.Tensor,
+    next_q: torch.Tensor,
+    next_prob: torch.Tensor,
+    gamma: float,
 ) -> torch.Tensor:
-    """y = r + gamma (1 - terminated) min_i Q'_i(s', a'). [B], [B], [C, B] -> [B]
+    """y = r + gamma (1 - terminated) sum_j p_j min_i Q'_i(s', a'_j). [B], [B], [C, M, B], [M, B]
 
     Truncation does not appear here: a truncated episode would have gone on, so it bootstraps.
     """
-    assert reward.shape == terminated.shape == next_q.shape[1:]
-    return reward + gamma * (1 - terminated) * next_q.min(dim=0).values  # [B]
+    assert (
+        reward.shape == terminated.shape == next_q.shape[2:] and next_prob.shape == next_q.shape[1:]
+    )
+    next_value = (next_prob * next_q.min(dim=0).values).sum(dim=0)  # [B]
+    return reward + gamma * (1 - terminated) * next_value  # [B]
 
 
 def td_loss(q: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -276,11 +343,14 @@ def td_loss(q: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return ((q - target) ** 2).mean(dim=1).sum()
 
 
-def crr_advantage(q: torch.Tensor, q_samples: torch.Tensor, advantage_type: str) -> torch.Tensor:
-    """A = Q(s, a) - mean_j Q(s, a_j)  or  - max_j Q(s, a_j). [B], [M, B] -> [B]"""
-    assert q.shape == q_samples.shape[1:]
-    baseline = q_samples.mean(dim=0) if advantage_type == "mean" else q_samples.max(dim=0).values
-    return q - baseline
+def crr_advantage(
+    q: torch.Tensor, q_candidates: torch.Tensor, prob: torch.Tensor, advantage_type: str
+) -> torch.Tensor:
+    """A = Q(s, a) - sum_j p_j Q(s, a_j)  or  - max_j Q(s, a_j). [B], [M, B], [M, B] -> [B]"""
+    assert q.shape == q_candidates.shape[1:] and prob.shape == q_candidates.shape
+    if advantage_type == "max":
+        return q - q_candidates.max(dim=0).values
+    return q - (prob * q_candidates).sum(dim=0)
 
 
 def crr_weight(
@@ -350,13 +420,13 @@ def load_checkpoint(path: str) -> dict:
 
 
 def load_policy(path: str, **overrides) -> common.Policy:
-    """The policy of a checkpoint as a function [E, O] -> [E, A], both in the environment's units.
+    """The policy of a checkpoint: observations -> actions, both batches in the environment's units.
     `overrides` are flags, for example device or num_cwp_samples."""
     checkpoint = load_checkpoint(path)
     args = replace(Args(**checkpoint["args"]), **overrides)
     env, device = common.make_env(args.env_id), pick_device(args.device)
-    obs_dim, action_dim = check_spaces(env)
-    actor = Actor(obs_dim, action_dim, args.hidden_dim).to(device)
+    obs_dim, action_dim, discrete = check_spaces(env)
+    actor = Actor(obs_dim, action_dim, args.hidden_dim, discrete).to(device)
     critic = TwinCritic(obs_dim, action_dim, args.hidden_dim).to(device)
     actor.load_state_dict(checkpoint["actor"])
     critic.load_state_dict(checkpoint["critic"])
@@ -369,24 +439,24 @@ def make_policy(
     critic: TwinCritic,
     obs_mean: torch.Tensor,
     obs_std: torch.Tensor,
-    action_space: gym.spaces.Box,
+    action_space: gym.Space,
     args: Args,
 ) -> common.Policy:
-    """What is evaluated: tanh(mean), or the critic-weighted policy with a generator of its own."""
+    """What is evaluated: the greedy action, or CWP with a generator of its own."""
     generator = torch.Generator(obs_mean.device).manual_seed(args.eval_seed)
 
     @torch.no_grad()
     def policy(obs: np.ndarray) -> np.ndarray:
         obs = torch.as_tensor(obs, dtype=torch.float32, device=obs_mean.device)  # [E, O]
         obs = (obs - obs_mean) / obs_std
-        mean, log_std = actor(obs)  # [E, A], [E, A]
-        action = torch.tanh(mean)  # [E, A]
+        pi = actor(obs)
+        action = pi.greedy()  # [E, A]
         if args.num_cwp_samples > 0:
-            samples = sample_actions(mean, log_std, args.num_cwp_samples, generator)  # [K, E, A]
-            q = critic(obs, samples).mean(dim=0)  # [K, E]
-            prob = torch.softmax(q / args.beta, dim=0).T  # [E, K]
+            candidates, prob = candidate_actions(pi, args.num_cwp_samples, generator)  # [K, E, A]
+            q = critic(obs, candidates).mean(dim=0)  # [K, E]
+            prob = torch.softmax(prob.log() + q / args.beta, dim=0).T  # [E, K]
             choice = torch.multinomial(prob, 1, generator=generator).squeeze(1)  # [E]
-            action = samples[choice, torch.arange(len(obs), device=obs.device)]  # [E, A]
+            action = candidates[choice, torch.arange(len(obs), device=obs.device)]  # [E, A]
         return common.unnormalize_action(action.cpu().numpy(), action_space)
 
     return policy
@@ -539,7 +609,7 @@ def train(args: Args) -> dict[str, float]:
     device = pick_device(args.device)
     args = replace(args, device=device.type)  # a resumed run must not change it: bits would differ
     env = common.make_env(args.env_id)
-    obs_dim, action_dim = check_spaces(env)
+    obs_dim, action_dim, discrete = check_spaces(env)
     now, env_name = time.strftime("%Y%m%d-%H%M%S"), re.sub(r"\W", "-", args.env_id)
     run_dir = args.resume or args.run_dir or f"runs/{ALGO}__{env_name}__{args.seed}__{now}"
     checkpoint_path, best_path = (f"{run_dir}/{name}.pt" for name in ("checkpoint", "best"))
@@ -577,7 +647,7 @@ def train(args: Args) -> dict[str, float]:
         total = args.total_epochs * math.ceil(len(dataset) / args.batch_size)
 
     # networks
-    actor = Actor(obs_dim, action_dim, args.hidden_dim).to(device)
+    actor = Actor(obs_dim, action_dim, args.hidden_dim, discrete).to(device)
     critic = TwinCritic(obs_dim, action_dim, args.hidden_dim).to(device)
     target_actor, target_critic = deepcopy(actor), deepcopy(critic)
     actor_opt = torch.optim.Adam(actor.parameters(), args.learning_rate, fused=True)
@@ -645,23 +715,22 @@ def train(args: Args) -> dict[str, float]:
 
             # 2. critics: both regress on one target, made by the target networks
             with torch.no_grad():
-                next_action = sample_actions(*target_actor(next_obs), 1, generator)[0]  # [B, A]
-                next_q = target_critic(next_obs, next_action)  # [C, B]
-                target = td_target(reward, terminated, next_q, args.gamma)  # [B]
+                next_action, next_prob = candidate_actions(target_actor(next_obs), 1, generator)
+                next_q = target_critic(next_obs, next_action)  # [C, 1, B], discrete: [C, A, B]
+                target = td_target(reward, terminated, next_q, next_prob, args.gamma)  # [B]
             critic_loss = td_loss(critic(obs, action), target)
             critic_opt.zero_grad()
             critic_loss.backward()
             critic_opt.step()
 
             # 3. actor: clone the actions that the critic finds better than the policy's own
-            mean, log_std = actor(obs)  # [B, A], [B, A]
+            pi = actor(obs)
             with torch.no_grad():
-                samples = sample_actions(mean, log_std, args.num_action_samples, generator)
-                candidates = torch.cat([action[None], samples])  # [1 + M, B, A]
+                candidates, prob = candidate_actions(pi, args.num_action_samples, generator)
+                candidates = torch.cat([action[None], candidates])  # [1 + M, B, A]
                 q = critic(obs, candidates).mean(dim=0)  # [1 + M, B]
-                advantage = crr_advantage(q[0], q[1:], args.advantage_type)  # [B]
-            u = torch.atanh(action.clamp(-1 + args.action_clip, 1 - args.action_clip))  # [B, A]
-            log_prob = tanh_gaussian_log_prob(mean, log_std, u)  # [B]
+                advantage = crr_advantage(q[0], q[1:], prob, args.advantage_type)  # [B]
+            log_prob = pi.log_prob(action)  # [B]
             actor_loss = crr_loss(log_prob, advantage, args.weight_type, args.beta, args.max_weight)
             actor_opt.zero_grad()
             actor_loss.backward()
@@ -688,7 +757,7 @@ def train(args: Args) -> dict[str, float]:
                     "stats/weight_mean": weight.mean().item(),
                     "stats/weight_max": weight.max().item(),
                     "stats/log_prob": log_prob.mean().item(),
-                    "stats/policy_std": log_std.exp().mean().item(),
+                    **pi.statistics(),
                 }
                 logger.scalars(step, statistics)
                 logger.progress(step)

@@ -4,6 +4,9 @@
     python benchmark/run.py --only crr --seeds 2  rows whose name contains "crr", two seeds each
     python benchmark/run.py --quick               every row for a few updates: does it still work?
 
+Some rows use datasets that other people made and that are not ours to ship. They are looked for in
+runs/data/ and left out if they are not there; benchmark/data/README.md says where they come from.
+
 A run is a subprocess of the plain script. One that is done is skipped, one that was interrupted
 goes on from its checkpoint, one that fails is reported with its last lines while the others go on
 (the exit code is then 1). Runs live in runs/benchmark/<row>/<seed>/. When one is done, its
@@ -42,6 +45,7 @@ class Row:
     @property
     def name(self) -> str:
         dataset = "shipped" if self.dataset == "auto" else self.dataset
+        dataset = Path(dataset).stem if dataset.endswith(".npz") else dataset
         name = f"{self.algo}__{self.env_id}__{dataset}__{self.variant}"
         return name.replace(":", "-").replace("/", "-")
 
@@ -58,8 +62,31 @@ TABLE = [
     for dataset, total_updates, minutes in (("random:100000", 10_000, 3.0), ("auto", 5_000, 1.5))
     for variant, flags in CRR_VARIANTS.items()
 ]
+# The three that weigh what they clone, side by side. Cloning itself is MARWIL with beta = 0.
+RETURN_WEIGHTED = {
+    ("marwil", "bc"): ("--beta 0", 0.8),
+    ("marwil", "default"): ("", 1.2),
+    ("awr", "default"): ("", 1.4),
+}
+TABLE += [
+    Row(algo, env_id, dataset, variant, flags, minutes)
+    for env_id, dataset in (
+        ("Pendulum-v1", "auto"),
+        ("CartPole-v1", "auto"),
+        ("Pendulum-v1", "random:100000"),
+        ("Pendulum-v1", "runs/data/pendulum-replay-d3rlpy.npz"),
+    )
+    for (algo, variant), (flags, minutes) in RETURN_WEIGHTED.items()
+]
+TABLE += [Row("crr", "CartPole-v1", "auto", "mean-binary", "", 3.5)]
+CHEETAH = ("HalfCheetah-v5", "runs/data/halfcheetah-mixed-cs285.npz")
+TABLE += [
+    Row(algo, *CHEETAH, variant, f"{flags} --total-updates 20000 --eval-episodes 10", 2 * minutes)
+    for (algo, variant), (flags, minutes) in RETURN_WEIGHTED.items()
+]
+TABLE += [Row("crr", *CHEETAH, "mean-binary", "--total-updates 20000 --eval-episodes 10", 8.0)]
 EVALUATION = "--eval-episodes 50"
-QUICK = "--total-updates 200 --eval-interval 100 --eval-episodes 2 --hidden-dim 32"
+QUICK = "--total-updates 1200 --eval-interval 600 --eval-episodes 2 --hidden-dim 32"
 RANDOM_EPISODES = 50  # of the uniform random policy, the zero of every table
 
 
@@ -87,7 +114,7 @@ class Run:
         if (self.run_dir / "checkpoint.pt").exists():
             return [*script, "--resume", os.path.relpath(self.run_dir, ROOT)]
         threads = max(1, (os.cpu_count() or 1) // options.jobs)
-        flags = f"{self.row.flags} {EVALUATION} {QUICK if options.quick else ''}".split()
+        flags = f"{EVALUATION} {self.row.flags} {QUICK if options.quick else ''}".split()
         identity = ["--env-id", self.row.env_id, "--dataset", self.row.dataset]
         place = ["--seed", str(self.seed), "--run-dir", os.path.relpath(self.run_dir, ROOT)]
         return [*script, *identity, *place, "--torch-threads", str(threads), *flags]
@@ -156,6 +183,10 @@ def main(options: Options) -> int:
         shutil.rmtree(options.runs, ignore_errors=True)
         shutil.rmtree(options.results, ignore_errors=True)
     rows = [row for row in TABLE if options.only in row.name]
+    for file in sorted({row.dataset for row in rows if row.dataset.endswith(".npz")}):
+        if not (ROOT / file).exists():
+            print(f"{file} is not there: its rows are left out")
+            rows = [row for row in rows if row.dataset != file]
     seeds = range(1, 2 if options.quick else options.seeds + 1)
     seeds = seeds if options.seed is None else [options.seed]
     runs = [

@@ -1,11 +1,15 @@
-"""Make the small datasets that ship with the repo: python benchmark/data/make.py
+"""Make the small datasets that ship with the repo, and the table of their returns in README.md:
 
-Each is a mixture of scripted episodes from good to random, so that there is something to learn and
-something to leave alone. Stored without next_observations (an episode of T steps has T + 1
+    python benchmark/data/make.py
+
+Each is a mixture of scripted behaviours from good to random, so that there is something to learn
+and something to leave alone. Stored without next_observations (an episode of T steps has T + 1
 observations), which halves the file; common.py puts them back.
 """
 
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +17,18 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for common.py
 import common
 
-NOISE_LEVELS = (0.0, 0.25, 0.5, 0.75, 1.0)  # probability of a uniform random action, per episode
+Controller = Callable[[np.ndarray], np.ndarray | int]  # one observation -> one action
+Behaviours = dict[str, tuple[Controller, float]]  # name -> controller, chance of a random action
+
+HEADER = """\
+# The datasets that we ship
+
+Made by `python benchmark/data/make.py` from scripted controllers; found by `--dataset auto`. Noise
+is the chance of a random action. Returns are undiscounted, in the environment's own rewards.
+
+| environment | behaviour | episodes | rows | return mean | min | max |
+| :-- | :-- | --: | --: | --: | --: | --: |
+"""
 
 
 def pendulum_controller(obs: np.ndarray) -> np.ndarray:
@@ -26,28 +41,72 @@ def pendulum_controller(obs: np.ndarray) -> np.ndarray:
     return np.clip([torque], -2.0, 2.0).astype(np.float32)
 
 
-def mixed_episodes(env_id: str, controller, num_episodes: int, seed: int) -> dict[str, np.ndarray]:
+def cart_pole_controller(obs: np.ndarray, goal: float) -> int:
+    """Balance the pole and walk the cart to `goal`. Beyond 2.4 the track ends, and the episode."""
+    position, velocity, angle, angular_velocity = obs
+    lean = 0.1 * np.clip(position - goal, -1, 1) + 0.1 * velocity
+    return int(angle + 0.5 * angular_velocity + lean > 0)
+
+
+PENDULUM = {
+    f"swing-up, noise {noise:.2f}": (pendulum_controller, noise)
+    for noise in (0.0, 0.25, 0.5, 0.75, 1.0)
+}
+# Most episodes balance well and run off the track, all to the same side, and cloning follows them.
+# Noise alone would not do: the most frequent action in each state would still be the good one.
+CART_POLE = {"to the middle, noise 0.30": (partial(cart_pole_controller, goal=0.0), 0.3)}
+for noise in (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4):
+    CART_POLE[f"off the track, noise {noise:.2f}"] = partial(cart_pole_controller, goal=3.0), noise
+CART_POLE["random"] = partial(cart_pole_controller, goal=0.0), 1.0
+
+
+def mixed_episodes(
+    env_id: str, behaviours: Behaviours, num_episodes: int, seed: int
+) -> tuple[dict[str, np.ndarray], dict[str, list[float]], dict[str, int]]:
+    """Episodes of all behaviours in turn. -> arrays, returns and number of rows by behaviour"""
     env = common.make_env(env_id)
     rng = np.random.default_rng(seed)
     env.action_space.seed(seed)
     columns = {name: [] for name in common.NAMES if name != "next_obs"}
+    returns = {name: [] for name in behaviours}
+    lengths = dict.fromkeys(behaviours, 0)
     for episode in range(num_episodes):
-        noise = NOISE_LEVELS[episode % len(NOISE_LEVELS)]
+        name, (controller, noise) = list(behaviours.items())[episode % len(behaviours)]
         obs, _ = env.reset(seed=seed + episode)
         done, episode_return = False, 0.0
         while not done:
             action = env.action_space.sample() if rng.random() < noise else controller(obs)
             next_obs, reward, terminated, truncated, _ = env.step(action)
-            for name, value in zip(columns, (obs, action, reward, terminated, truncated)):
-                columns[name].append(value)
+            for field, value in zip(columns, (obs, action, reward, terminated, truncated)):
+                columns[field].append(value)
             obs, done, episode_return = next_obs, terminated or truncated, episode_return + reward
+            lengths[name] += 1
         columns["obs"].append(obs)  # the final observation: nothing about the episode is lost
-        print(f"{env_id} episode {episode} noise {noise} return {episode_return:.1f}")
-    arrays = {common.NAMES[name][0]: np.stack(column) for name, column in columns.items()}
+        returns[name].append(episode_return)
+
+    arrays = {common.NAMES[field][0]: np.stack(column) for field, column in columns.items()}
     arrays["rewards"] = arrays["rewards"].astype(np.float32)
-    return arrays
+    return arrays, returns, lengths
+
+
+def table_rows(env_id: str, returns: dict[str, list[float]], lengths: dict[str, int]) -> str:
+    returns = returns | {"all": [value for values in returns.values() for value in values]}
+    lengths = lengths | {"all": sum(lengths.values())}
+    return "".join(
+        f"| {env_id} | {name} | {len(values)} | {lengths[name]:,} | {np.mean(values):.1f} |"
+        f" {min(values):.1f} | {max(values):.1f} |\n"
+        for name, values in returns.items()
+    )
 
 
 if __name__ == "__main__":
-    arrays = mixed_episodes("Pendulum-v1", pendulum_controller, num_episodes=100, seed=0)
-    common.save_npz(str(common.SHIPPED / "Pendulum-v1.npz"), arrays)
+    table = HEADER
+    for env_id, behaviours, num_episodes in (
+        ("Pendulum-v1", PENDULUM, 100),
+        ("CartPole-v1", CART_POLE, 150),
+    ):
+        arrays, returns, lengths = mixed_episodes(env_id, behaviours, num_episodes, seed=0)
+        common.save_npz(str(common.SHIPPED / f"{env_id}.npz"), arrays)
+        table += table_rows(env_id, returns, lengths)
+    (common.SHIPPED / "README.md").write_text(table)
+    print(table)
