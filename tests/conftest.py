@@ -1,4 +1,4 @@
-"""Small environments with known answers, and a short CRR run that most tests start from."""
+"""Small environments with known answers, and a short run of each algorithm to start from."""
 
 import os
 from pathlib import Path
@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from algos import crr
+from algos import awr, crr, marwil
 
+ALGOS = {"awr": awr, "marwil": marwil, "crr": crr}
 ROOT = Path(__file__).resolve().parents[1]
 torch.set_num_threads(1)  # tests run several at once, and small networks gain nothing from two
 
@@ -41,7 +42,23 @@ class UnboundedEnv(ProbeEnv):
     action_space = gym.spaces.Box(-np.inf, np.inf, (1,), np.float32)
 
 
-for name, entry_point in {"Probe": ProbeEnv, "Image": ImageEnv, "Unbounded": UnboundedEnv}.items():
+class SeveralEnv(ProbeEnv):
+    action_space = gym.spaces.MultiDiscrete([2, 3])
+
+
+class ChoiceEnv(ProbeEnv):
+    """The actions are 5, 6 and 7; reward 1 for 6."""
+
+    action_space = gym.spaces.Discrete(3, start=5)
+
+    def step(self, action):
+        assert self.action_space.contains(action)
+        return np.zeros(1, np.float32), float(action == 6), False, False, {}
+
+
+ENVS = {"Probe": ProbeEnv, "Image": ImageEnv, "Unbounded": UnboundedEnv, "Several": SeveralEnv}
+ENVS |= {"Choice": ChoiceEnv}
+for name, entry_point in ENVS.items():
     gym.register(f"{name}-v0", entry_point, max_episode_steps=10)
 
 
@@ -73,9 +90,22 @@ def probe_data(tmp_path_factory):
     return save_rows(path, obs[:-1], action, reward, obs[1:], terminated, truncated)
 
 
-def tiny_args(dataset, run_dir):
+TINY_FLAGS = {  # so that 20 updates see everything that happens now and then
+    "awr": {"value_warmup": 5, "refresh_interval": 7},
+    "marwil": {"refresh_interval": 7},
+    "crr": {},
+}
+
+
+@pytest.fixture(params=ALGOS, scope="session")
+def algo(request):
+    """The module of an algorithm. A test that asks for it is run for each of them."""
+    return ALGOS[request.param]
+
+
+def tiny_args(algo, dataset, run_dir):
     """Arguments of a run that takes a fraction of a second."""
-    return crr.Args(
+    return algo.Args(
         env_id="Probe-v0",
         dataset=dataset,
         total_updates=20,
@@ -89,18 +119,23 @@ def tiny_args(dataset, run_dir):
         device="cpu",
         torch_threads=1,
         quiet=True,
+        **TINY_FLAGS[algo.ALGO],
     )
 
 
 @pytest.fixture
-def tiny(probe_data, tmp_path):
-    return tiny_args(probe_data, tmp_path / "run")
+def tiny(algo, probe_data, tmp_path):
+    return tiny_args(algo, probe_data, tmp_path / "run")
 
 
 def load(run_dir, name="checkpoint.pt"):
     return torch.load(f"{run_dir}/{name}", weights_only=True)
 
 
-def flat(checkpoint, keys=("actor", "critic", "target_actor", "target_critic")):
+NETWORKS = ("actor", "value", "critic", "target_actor", "target_critic")
+
+
+def flat(checkpoint, keys=NETWORKS):
     """All parameters in one vector, to compare two runs bit for bit."""
-    return torch.cat([tensor.flatten() for key in keys for tensor in checkpoint[key].values()])
+    states = [checkpoint[key] for key in keys if key in checkpoint]
+    return torch.cat([tensor.flatten() for state in states for tensor in state.values()])

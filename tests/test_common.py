@@ -205,8 +205,8 @@ def test_random_fills_the_box(env):
 
 def test_random_discrete_actions():
     action = common.load_dataset("random:50", common.make_env("Switch-v0")).action
-    assert action.dtype == torch.int64 and action.shape == (50,)
-    assert sorted(set(action.tolist())) == [1, 2]
+    assert action.shape == (50, 2) and (action.sum(dim=1) == 1).all()
+    assert (action.sum(dim=0) > 10).all()  # both of them occur
 
 
 def test_random_without_a_number(env, monkeypatch):
@@ -353,10 +353,15 @@ def test_S7_terminated_wins_if_both_flags_are_set(load):
     assert dataset.truncated.tolist() == [False, False, False, False, False, True]
 
 
-def test_discrete_actions_are_left_alone(load):
-    dataset = load(good(actions=column(1, 2, 2, 1, 1, 2)), common.make_env("Switch-v0"))
-    assert dataset.action.dtype == torch.int64
-    assert dataset.action.tolist() == [1, 2, 2, 1, 1, 2]
+def test_discrete_actions_become_one_hot_and_come_back(load):
+    """The actions of this environment are 1 and 2, not 0 and 1."""
+    env = common.make_env("Switch-v0")
+    dataset = load(good(actions=column(1, 2, 2, 1, 1, 2)), env)
+    assert dataset.action.dtype == torch.float32
+    assert dataset.action.tolist() == [[1, 0], [0, 1], [0, 1], [1, 0], [1, 0], [0, 1]]
+    back = common.unnormalize_action(dataset.action.numpy(), env.action_space)
+    assert back.tolist() == [1, 2, 2, 1, 1, 2]
+    assert all(env.action_space.contains(action) for action in back)
 
 
 # ---- minari

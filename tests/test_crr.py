@@ -14,14 +14,20 @@ from algos import crr
 T = torch.tensor
 
 
+@pytest.fixture(scope="module")
+def algo():
+    return crr
+
+
 # ---- losses by hand
 
 
 def test_td_target_by_hand():
     reward, terminated = T([1.0, 2.0, 3.0]), T([0.0, 1.0, 0.0])
-    next_q = T([[10.0, 10.0, -4.0], [8.0, 20.0, 5.0]])
+    next_q = T([[10.0, 10.0, -4.0], [8.0, 20.0, 5.0]])[:, None]  # [C, 1, B]
     # 1 + 0.5 * min(10, 8); a terminated row is its reward; 3 + 0.5 * min(-4, 5)
-    assert crr.td_target(reward, terminated, next_q, 0.5).tolist() == [5.0, 2.0, 1.0]
+    target = crr.td_target(reward, terminated, next_q, torch.ones(1, 3), 0.5)
+    assert target.tolist() == [5.0, 2.0, 1.0]
 
 
 def test_td_loss_by_hand():
@@ -33,8 +39,9 @@ def test_td_loss_by_hand():
 
 def test_C5_advantage_and_weight_table():
     q, q_samples = T([1.0, 2.0, 3.0]), T([[0.0, 2.0, 5.0], [1.0, 2.0, 3.0]])
-    mean = crr.crr_advantage(q, q_samples, "mean")
-    top = crr.crr_advantage(q, q_samples, "max")
+    prob = torch.full((2, 3), 0.5)
+    mean = crr.crr_advantage(q, q_samples, prob, "mean")
+    top = crr.crr_advantage(q, q_samples, prob, "max")
     assert mean.tolist() == [0.5, 0.0, -1.0]
     assert top.tolist() == [0.0, 0.0, -2.0]
     assert crr.crr_weight(mean, "binary", 1.0, 20.0).tolist() == [1.0, 0.0, 0.0]  # A = 0 is not > 0
@@ -51,11 +58,11 @@ def test_exp_weight_is_clipped_and_never_overflows():
 
 
 def test_max_baseline_is_never_below_mean_and_equal_for_one_sample():
-    q, q_samples = torch.randn(100), torch.randn(4, 100)
-    top, mean = (crr.crr_advantage(q, q_samples, kind) for kind in ("max", "mean"))
+    q, q_samples, prob = torch.randn(100), torch.randn(4, 100), torch.full((4, 100), 0.25)
+    top, mean = (crr.crr_advantage(q, q_samples, prob, kind) for kind in ("max", "mean"))
     assert (top <= mean).all() and (top < mean).any()
-    one = q_samples[:1]
-    assert torch.equal(crr.crr_advantage(q, one, "max"), crr.crr_advantage(q, one, "mean"))
+    one = (q, q_samples[:1], torch.ones(1, 100))
+    assert torch.equal(crr.crr_advantage(*one, "max"), crr.crr_advantage(*one, "mean"))
 
 
 def test_crr_loss_by_hand():
@@ -69,7 +76,8 @@ def test_crr_loss_by_hand():
 def test_fraction_of_positive_max_advantages_is_one_in_m_plus_one():
     """If data and policy are the same distribution, the data action is best with chance 1/(m+1)."""
     q = torch.randn(5, 200_000, generator=torch.Generator().manual_seed(0))
-    weight = crr.crr_weight(crr.crr_advantage(q[0], q[1:], "max"), "binary", 1.0, 20.0)
+    advantage = crr.crr_advantage(q[0], q[1:], torch.full((4, 200_000), 0.25), "max")
+    weight = crr.crr_weight(advantage, "binary", 1.0, 20.0)
     assert weight.mean().item() == pytest.approx(1 / 5, abs=0.005)
 
 
@@ -163,7 +171,7 @@ def test_samples_have_the_right_distribution():
 
 
 def test_log_std_stays_in_its_bounds_with_a_gradient_at_both():
-    actor = crr.Actor(2, 1, 8)
+    actor = crr.Actor(2, 1, 8, discrete=False)
     for push, bound in ((3.0, 2.0), (-3.0, -5.0)):
         with torch.no_grad():
             actor.net[-1].weight.zero_()
@@ -179,7 +187,7 @@ def test_log_std_stays_in_its_bounds_with_a_gradient_at_both():
 
 
 def test_actor_starts_in_the_middle_of_the_box_with_the_same_std_everywhere():
-    mean, log_std = crr.Actor(3, 2, 64)(torch.randn(100, 3))
+    mean, log_std = crr.Actor(3, 2, 64, discrete=False)(torch.randn(100, 3))
     assert mean.abs().max() < 0.05 and (log_std + 1.5).abs().max() < 0.2  # the middle of [-5, 2]
 
 
@@ -213,15 +221,18 @@ def test_each_sampled_action_is_paired_with_its_own_state():
 def test_S8_no_broadcast():
     """[B] times [B, 1] is [B, B]: the mean of that is cloning, silently."""
     log_prob, advantage = torch.randn(6), torch.randn(6)
+    next_q = torch.randn(2, 3, 6), torch.randn(3, 6)
     for wrong in (
         lambda: crr.crr_loss(log_prob[:, None], advantage, "exp", 1.0, 20.0),
         lambda: crr.crr_loss(log_prob, advantage[:, None], "exp", 1.0, 20.0),
         lambda: crr.crr_loss(log_prob[:, None], advantage[:, None], "exp", 1.0, 20.0),
-        lambda: crr.td_target(log_prob[:, None], log_prob, torch.randn(2, 6), 0.9),
-        lambda: crr.td_target(log_prob, log_prob[:, None], torch.randn(2, 6), 0.9),
-        lambda: crr.td_target(log_prob, log_prob, torch.randn(2, 6, 1), 0.9),
+        lambda: crr.td_target(log_prob[:, None], log_prob, *next_q, 0.9),
+        lambda: crr.td_target(log_prob, log_prob[:, None], *next_q, 0.9),
+        lambda: crr.td_target(log_prob, log_prob, next_q[0][..., None], next_q[1], 0.9),
+        lambda: crr.td_target(log_prob, log_prob, next_q[0], next_q[1].T, 0.9),
         lambda: crr.td_loss(torch.randn(2, 6), log_prob[:, None]),
-        lambda: crr.crr_advantage(log_prob[:, None], torch.randn(4, 6), "mean"),
+        lambda: crr.crr_advantage(log_prob[:, None], *[torch.randn(4, 6)] * 2, "mean"),
+        lambda: crr.crr_advantage(log_prob, torch.randn(4, 6), torch.randn(4), "mean"),
         lambda: crr.tanh_gaussian_log_prob(torch.randn(6, 1), torch.randn(6, 1), torch.randn(6)),
     ):
         with pytest.raises(AssertionError):
@@ -276,7 +287,7 @@ def test_C8_evaluation_is_deterministic_by_default(tiny):
 
 def test_cwp_draws_with_softmax_of_q_over_beta(tiny):
     """Two candidate actions with known values: the better one is drawn in the right proportion."""
-    actor, critic = crr.Actor(1, 1, 8), crr.TwinCritic(1, 1, 8)
+    actor, critic = crr.Actor(1, 1, 8, discrete=False), crr.TwinCritic(1, 1, 8)
 
     class Sign(torch.nn.Module):  # Q = +1 for a > 0, -1 for a < 0
         def forward(self, x):
@@ -296,7 +307,7 @@ def test_S15_acting_and_training_preprocess_alike(tiny):
     """The policy of raw observations is the actor of standardised ones."""
     crr.train(tiny)
     checkpoint = load(tiny.run_dir)
-    actor = crr.Actor(1, 1, tiny.hidden_dim)
+    actor = crr.Actor(1, 1, tiny.hidden_dim, discrete=False)
     actor.load_state_dict(checkpoint["actor"])
     raw = np.load(tiny.dataset)["observations"][:50]
     standardised = (T(raw) - checkpoint["obs_mean"]) / checkpoint["obs_std"]
@@ -309,9 +320,82 @@ def test_S15_acting_and_training_preprocess_alike(tiny):
     np.testing.assert_allclose(checkpoint["obs_std"], data.std(0, ddof=1) + 1e-3, atol=1e-5)
 
 
-def test_C6_discrete_actions_are_refused_not_sampled(tiny):
-    with pytest.raises(crr.InputError, match="CartPole-v1: actions must be continuous"):
-        crr.train(replace(tiny, env_id="CartPole-v1"))
+# ---- discrete actions
+
+
+def categorical(*probs):
+    return crr.Categorical(T(probs).log())
+
+
+def test_C6_discrete_actions_are_summed_over_not_sampled():
+    """sum_a pi(a|s) f(a) in closed form, whatever the number of samples and the generator."""
+    pi = categorical([0.2, 0.5, 0.3], [1.0, 0.0, 0.0])
+    for num_samples in (1, 7):
+        action, prob = crr.candidate_actions(pi, num_samples, torch.Generator())
+        assert action.shape == (3, 2, 3) and prob.shape == (3, 2)
+        assert action[:, 0].tolist() == action[:, 1].tolist() == torch.eye(3).tolist()
+        torch.testing.assert_close(prob, T([[0.2, 1.0], [0.5, 0.0], [0.3, 0.0]]))
+    q = T([1.0, 1.0])
+    q_candidates = T([[10.0, 4.0], [20.0, 5.0], [-30.0, 6.0]])  # [A, B]
+    mean = crr.crr_advantage(q, q_candidates, prob, "mean")
+    assert mean.tolist() == pytest.approx([1 - (2 + 10 - 9), 1 - 4])
+    assert crr.crr_advantage(q, q_candidates, prob, "max").tolist() == [-19.0, -5.0]
+    # min over the two critics first, then the expectation
+    next_q = torch.stack([q_candidates, T([[0.0, 9.0], [30.0, 9.0], [0.0, 9.0]])])  # [C, A, B]
+    target = crr.td_target(T([1.0, 2.0]), T([0.0, 0.0]), next_q, prob, 0.5)
+    assert target.tolist() == pytest.approx([1 + 0.5 * (0 + 10 - 9), 2 + 0.5 * 4])
+
+
+def test_continuous_candidates_are_samples_of_equal_weight():
+    pi = crr.TanhGaussian(torch.randn(5, 2), torch.randn(5, 2))
+    action, prob = crr.candidate_actions(pi, 3, torch.Generator().manual_seed(0))
+    expected = crr.sample_actions(*pi, 3, torch.Generator().manual_seed(0))
+    assert torch.equal(action, expected) and prob.tolist() == [[pytest.approx(1 / 3)] * 5] * 3
+
+
+def test_cwp_of_discrete_actions_is_exact(tiny):
+    """P(a|s) ~ pi(a|s) exp(Q(s, a) / beta): here (0.5 e^1, 0.25 e^2, 0.25 e^0), normalised."""
+    actor, critic = crr.Actor(1, 3, 8, discrete=True), crr.TwinCritic(1, 3, 8)
+    with torch.no_grad():
+        actor.net[-1].weight.zero_()
+        actor.net[-1].bias.copy_(T([0.5, 0.25, 0.25]).log())
+
+    class Table(torch.nn.Module):
+        def forward(self, x):
+            return x[..., 1:] @ T([[2.0], [4.0], [0.0]])
+
+    critic.members = torch.nn.ModuleList([Table(), Table()])
+    space = crr.common.make_env("Choice-v0").action_space
+    args = replace(tiny, num_cwp_samples=1, beta=2.0)
+    policy = crr.make_policy(actor, critic, torch.zeros(1), torch.ones(1), space, args)
+    action = policy(np.zeros((100_000, 1), np.float32))
+    odds = np.array([0.5 * math.e, 0.25 * math.e**2, 0.25])
+    drawn = [(action == a).mean() for a in (5, 6, 7)]
+    assert drawn == pytest.approx(odds / odds.sum(), abs=0.01)
+
+
+# ---- flags
+
+
+@pytest.mark.parametrize(("name", "value"), [("beta", 0.1), ("max_weight", 1.01)])
+def test_flags_of_exp_weights(name, value, tiny, tmp_path):
+    """exp(A / beta) with beta = 0.01, so that the clip is reached on this small problem, too."""
+    tiny = replace(tiny, weight_type="exp", beta=0.01)
+    crr.train(tiny)
+    changed = replace(tiny, run_dir=str(tmp_path / "changed"), **{name: value})
+    crr.train(changed)
+    assert not torch.equal(flat(load(tiny.run_dir)), flat(load(changed.run_dir)))
+
+
+def test_cwp_and_its_temperature_can_be_chosen_at_evaluation(tiny):
+    crr.train(tiny)
+    cwp = {"evaluate": f"{tiny.run_dir}/best.pt", "num_cwp_samples": 9, "eval_episodes": 5}
+    returns = [
+        crr.evaluate_checkpoint(replace(tiny, **cwp, beta=beta))["eval/return_mean"]
+        for beta in (1000, 0.0001)
+    ]
+    greedy = crr.evaluate_checkpoint(replace(tiny, evaluate=cwp["evaluate"], eval_episodes=5))
+    assert len({*returns, greedy["eval/return_mean"]}) == 3
 
 
 # ---- the loop against an independent implementation
@@ -348,7 +432,7 @@ def test_C4_C7_loop_equals_an_independent_implementation(tiny, advantage_type, w
     obs, next_obs, reward = (obs - mean) / std, (next_obs - mean) / std, 0.1 * reward
     terminated = T(file["terminations"])
     torch.manual_seed(args.seed)
-    actor, critic = crr.Actor(1, 1, 16), crr.TwinCritic(1, 1, 16)
+    actor, critic = crr.Actor(1, 1, 16, discrete=False), crr.TwinCritic(1, 1, 16)
     old_actor, old_critic = deepcopy(actor), deepcopy(critic)
     actor_opt = torch.optim.Adam(actor.parameters(), 1e-2)
     critic_opt = torch.optim.Adam(critic.parameters(), 1e-2)

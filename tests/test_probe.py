@@ -8,22 +8,34 @@ import pytest
 import torch
 from conftest import load, save_rows
 
-from algos import crr
+CLONING = {"awr": {"beta": np.inf}, "marwil": {"beta": 0.0}}
+CLONING["crr"] = {"weight_type": "exp", "beta": np.inf}
 
 
-def q_values(args, obs, action):
-    """Mean of the two critics of a finished run, at raw observations."""
+def values(algo, args, obs, action):
+    """V(s), or the mean of the two Q(s, a), of a finished run, at raw observations."""
     checkpoint = load(args.run_dir)
-    critic = crr.TwinCritic(1, 1, args.hidden_dim)
-    critic.load_state_dict(checkpoint["critic"])
     obs = torch.tensor(obs, dtype=torch.float32)[:, None]
     obs = (obs - checkpoint["obs_mean"]) / checkpoint["obs_std"]
     with torch.no_grad():
-        return critic(obs, torch.tensor(action, dtype=torch.float32)[:, None]).mean(0).tolist()
+        if algo.ALGO == "crr":
+            critic = algo.TwinCritic(1, 1, args.hidden_dim)
+            critic.load_state_dict(checkpoint["critic"])
+            return critic(obs, torch.tensor(action, dtype=torch.float32)[:, None]).mean(0).tolist()
+        value = algo.Value(1, args.hidden_dim)
+        value.load_state_dict(checkpoint["value"])
+        return value(obs).tolist()
+
+
+def greedy_action(algo, args, obs=0.0):
+    policy = algo.load_policy(f"{args.run_dir}/checkpoint.pt")
+    return policy(np.array([[obs]], np.float32)).item()
 
 
 @pytest.fixture
-def probe_args(tiny):
+def probe_args(algo, tiny):
+    own = {"tau": 0.05} if algo.ALGO == "crr" else {"refresh_interval": 50}
+    own |= {"value_warmup": 200} if algo.ALGO == "awr" else {}
     return replace(
         tiny,
         reward_scale=1.0,
@@ -32,36 +44,41 @@ def probe_args(tiny):
         total_updates=800,
         eval_interval=1000,
         learning_rate=3e-3,
-        tau=0.05,
         log_interval=1000,
+        **own,
     )
 
 
-def test_S1_truncation_bootstraps(probe_args, tmp_path):
-    """One state, reward 1, cut every 10th step, gamma 0.9: Q = 1 / (1 - 0.9) = 10.
+@pytest.mark.parametrize("length", [2, 7, 10])
+def test_S1_truncation_bootstraps(algo, probe_args, tmp_path, length):
+    """0 -> 1 -> 0 -> ..., leaving 1 pays 1, cut every few steps, gamma 0.9: the cuts are no ends, so
+    V(0) = 0.9 V(1), V(1) = 1 + 0.9 V(0), that is 4.737 and 5.263.
 
-    Treating the cut as an end gives 1 / (1 - 0.9 * 0.9) = 5.26 on average.
+    Treating a cut as an end gives values of 0 to 4, bootstrapping from the wrong state swaps them.
     """
-    rows, action = np.zeros(500), np.random.default_rng(0).uniform(-1, 1, 500)
-    cut = np.arange(500) % 10 == 9
-    path = save_rows(tmp_path / "d.npz", rows, action, rows + 1, rows, cut & False, cut)
+    obs = np.arange(length * 70) % 2
+    action = np.random.default_rng(0).uniform(-1, 1, len(obs))
+    cut = np.arange(len(obs)) % length == length - 1
+    path = save_rows(tmp_path / "d.npz", obs, action, obs, 1 - obs, cut & False, cut)
     args = replace(probe_args, dataset=path, gamma=0.9)
-    crr.train(args)
-    assert q_values(args, [0.0, 0.0], [-0.5, 0.5]) == pytest.approx([10, 10], abs=0.5)
+    algo.train(args)
+    expected = np.array([0.9, 1.0]) / (1 - 0.9**2)
+    assert values(algo, args, [0, 1], [0.5, -0.5]) == pytest.approx(expected, abs=0.15)
 
 
-def test_termination_does_not_bootstrap(probe_args, tmp_path):
-    """The same with true ends on every step: Q = 1."""
-    rows, action = np.zeros(500), np.random.default_rng(0).uniform(-1, 1, 500)
-    end = np.ones(500, bool)
-    path = save_rows(tmp_path / "d.npz", rows, action, rows + 1, rows, end, end & False)
+def test_termination_does_not_bootstrap(algo, probe_args, tmp_path):
+    """The same with true ends on every step: the value is the reward."""
+    obs = np.arange(500) % 2
+    action, end = np.random.default_rng(0).uniform(-1, 1, 500), np.ones(500, bool)
+    path = save_rows(tmp_path / "d.npz", obs, action, obs, 1 - obs, end, end & False)
     args = replace(probe_args, dataset=path, gamma=0.9)
-    crr.train(args)
-    assert q_values(args, [0.0, 0.0], [-0.5, 0.5]) == pytest.approx([1, 1], abs=0.05)
+    algo.train(args)
+    assert values(algo, args, [0, 1], [0.5, -0.5]) == pytest.approx([0, 1], abs=0.05)
 
 
 @pytest.mark.parametrize("weight_type", ["binary", "exp"])
-def test_two_step_mdp_with_known_q(probe_args, tmp_path, weight_type):
+@pytest.mark.parametrize("algo", ["crr"], indirect=True)
+def test_two_step_mdp_with_known_q(algo, probe_args, tmp_path, weight_type):
     """s = 0 leads to s = 1 for nothing; there, a > 0 pays 1, all else 0, and it ends.
 
     Q(1, a) = 1[a > 0]. The policy learns to take a > 0 there, so that Q(0, .) tends to gamma * 1,
@@ -74,25 +91,53 @@ def test_two_step_mdp_with_known_q(probe_args, tmp_path, weight_type):
     end = obs == 1
     path = save_rows(tmp_path / "d.npz", obs, action, reward, obs + 1, end, end & False)
     args = replace(probe_args, dataset=path, gamma=0.8, weight_type=weight_type, beta=0.2)
-    crr.train(args)
-    assert q_values(args, [1.0, 1.0], [-0.5, 0.5]) == pytest.approx([0, 1], abs=0.1)
-    assert q_values(args, [0.0, 0.0], [-0.5, 0.5]) == pytest.approx([0.8, 0.8], abs=0.1)
-    policy = crr.load_policy(f"{args.run_dir}/checkpoint.pt")
-    assert policy(np.array([[1.0]], np.float32)).item() > 0.2
+    algo.train(args)
+    assert values(algo, args, [1.0, 1.0], [-0.5, 0.5]) == pytest.approx([0, 1], abs=0.1)
+    assert values(algo, args, [0.0, 0.0], [-0.5, 0.5]) == pytest.approx([0.8, 0.8], abs=0.1)
+    assert greedy_action(algo, args, 1.0) > 0.2
 
 
-def test_bandit_is_solved_and_cloning_is_not(probe_args, tmp_path):
-    """One step, reward -|a - 0.6|, data uniform on [-1, 1]: CRR moves towards 0.6, cloning stays at
+@pytest.mark.parametrize("td_lambda", [1.0, 0.5, 0.0])
+@pytest.mark.parametrize("algo", ["awr", "marwil"], indirect=True)
+def test_two_step_mdp_with_known_v(algo, probe_args, tmp_path, td_lambda):
+    """The same MDP, cut after its first step in half of the episodes: V is the value of the data,
+    V(1) = 1/2 and V(0) = gamma / 2, for every lambda. In s = 1 the policy learns a > 0; in s = 0,
+    where nothing depends on the action, it stays with the data."""
+    rng = np.random.default_rng(0)
+    obs = np.tile([0.0, 0.0, 1.0], 500)
+    action = rng.uniform(-1, 1, 1500)
+    reward = np.where(obs == 1, (action > 0).astype(float), 0.0)
+    cut, end = np.tile([True, False, False], 500), obs == 1
+    path = save_rows(tmp_path / "d.npz", obs, action, reward, obs + 1, end, cut)
+    args = replace(probe_args, dataset=path, gamma=0.8, td_lambda=td_lambda)
+    algo.train(args)
+    assert values(algo, args, [0.0, 1.0], None) == pytest.approx([0.4, 0.5], abs=0.06)
+    assert greedy_action(algo, args, 1.0) > 0.3
+    assert abs(greedy_action(algo, args, 0.0)) < 0.3
+
+
+def test_bandit_is_solved_and_cloning_is_not(algo, probe_args, tmp_path):
+    """One step, reward -|a - 0.6|, data uniform on [-1, 1]: all move towards 0.6, cloning stays at
     the mean of the data, which is 0."""
     action = np.random.default_rng(0).uniform(-1, 1, 2000)
     rows, end = np.zeros(2000), np.ones(2000, bool)
     path = save_rows(tmp_path / "d.npz", rows, action, -abs(action - 0.6), rows, end, end & False)
-    args = replace(probe_args, dataset=path)
-    crr.train(args)
-    cloning = replace(args, weight_type="exp", beta=np.inf, run_dir=args.run_dir + "-bc")
-    crr.train(cloning)
-    modes = [
-        crr.load_policy(f"{run.run_dir}/checkpoint.pt")(np.zeros((1, 1), np.float32)).item()
-        for run in (args, cloning)
-    ]
-    assert modes == [pytest.approx(0.6, abs=0.15), pytest.approx(0.0, abs=0.15)]
+    sharp = {"awr": {"beta": 0.3}, "marwil": {"beta": 3.0}}
+    args = replace(probe_args, dataset=path, **sharp.get(algo.ALGO, {}))
+    algo.train(args)
+    cloning = replace(args, **CLONING[algo.ALGO], run_dir=args.run_dir + "-bc")
+    algo.train(cloning)
+    assert greedy_action(algo, args) == pytest.approx(0.6, abs=0.15)
+    assert greedy_action(algo, cloning) == pytest.approx(0.0, abs=0.15)
+
+
+def test_discrete_bandit_is_solved_and_cloning_is_not(algo, probe_args, tmp_path):
+    """Three actions, of which the rarer 6 pays: cloning takes 5, the most frequent one."""
+    action = np.random.default_rng(0).choice([5, 6, 7], 2000, p=[0.5, 0.3, 0.2])
+    rows, end = np.zeros(2000), np.ones(2000, bool)
+    path = save_rows(tmp_path / "d.npz", rows, action, action == 6, rows, end, end & False)
+    args = replace(probe_args, env_id="Choice-v0", dataset=path)
+    assert algo.train(args)["eval/return_mean"] == 10  # ten steps, all paid
+    cloning = replace(args, **CLONING[algo.ALGO], run_dir=args.run_dir + "-bc")
+    algo.train(cloning)
+    assert (greedy_action(algo, args), greedy_action(algo, cloning)) == (6, 5)

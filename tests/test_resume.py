@@ -12,11 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, flat, load
+from conftest import ALGOS, ROOT, flat, load
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
-
-from algos import crr
 
 
 def assert_same_state(left: dict, right: dict):
@@ -40,26 +38,38 @@ def assert_equal(left, right, where):
         assert left == right, where
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        {},
-        {"weight_type": "exp", "advantage_type": "max", "tau": 1.0, "target_interval": 7},
-        {"num_cwp_samples": 3, "dataset": "random:200", "normalize_reward": True},
-        {"total_epochs": 2},
-    ],
-    ids=["default", "hard-targets", "cwp-random-data", "epochs"],
-)
-def test_S17_n_plus_n_is_2n(tiny, tmp_path, flags):
+FLAGS = {
+    "default": {},
+    "random-data": {"dataset": "random:200", "normalize_reward": True},
+    "epochs": {"total_epochs": 2},
+    "discrete": {"env_id": "Choice-v0", "dataset": "random:200"},
+}
+OWN_FLAGS = {
+    "awr": {"td-lambda": {"td_lambda": 0.9, "normalize_advantage": False, "value_warmup": 13}},
+    "marwil": {"norm": {"norm_start": 3.0, "norm_rate": 0.1}, "cloning": {"beta": 0.0}},
+    "crr": {
+        "hard": {"weight_type": "exp", "advantage_type": "max", "tau": 1.0, "target_interval": 7},
+        "cwp": {"num_cwp_samples": 3},
+    },
+}
+CASES = [
+    pytest.param(name, flags, id=f"{name}-{case}")
+    for name in ALGOS
+    for case, flags in (FLAGS | OWN_FLAGS[name]).items()
+]
+
+
+@pytest.mark.parametrize(("algo", "flags"), CASES, indirect=["algo"])
+def test_S17_n_plus_n_is_2n(algo, tiny, tmp_path, flags):
     tiny = replace(tiny, **flags)
     whole = replace(tiny, total_updates=40, run_dir=str(tmp_path / "whole"))
     half = replace(tiny, total_updates=20, run_dir=str(tmp_path / "half"))
     if "total_epochs" in flags:  # 2 epochs of ceil(300 / 32) = 10 updates
         whole = replace(whole, total_epochs=4)
-    crr.train(whole)
-    crr.train(half)
+    algo.train(whole)
+    algo.train(half)
     assert load(half.run_dir)["step"] == 20
-    crr.train(
+    algo.train(
         replace(
             half,
             total_updates=half.total_updates if half.total_epochs else 40,
@@ -73,20 +83,20 @@ def test_S17_n_plus_n_is_2n(tiny, tmp_path, flags):
     assert metrics_of(whole.run_dir) == metrics_of(half.run_dir)
 
 
-def test_S17_n_need_not_be_a_multiple_of_the_eval_interval(tiny, tmp_path):
+def test_S17_n_need_not_be_a_multiple_of_the_eval_interval(algo, tiny, tmp_path):
     """The closing evaluation at N is one that the run of 2N does not have, but it only looks."""
-    crr.train(replace(tiny, total_updates=30, run_dir=str(tmp_path / "whole")))
+    algo.train(replace(tiny, total_updates=30, run_dir=str(tmp_path / "whole")))
     half = replace(tiny, total_updates=15, run_dir=str(tmp_path / "half"))
-    crr.train(half)
-    crr.train(replace(half, total_updates=30, resume=half.run_dir))
+    algo.train(half)
+    algo.train(replace(half, total_updates=30, resume=half.run_dir))
     whole, half = load(tmp_path / "whole"), load(tmp_path / "half")
-    for key in ("actor", "critic", "target_actor", "target_critic", "actor_opt", "generator"):
+    for key in whole.keys() - {"args", "log_position", "best_return", "evals_since_best"}:
         assert_equal(whole[key], half[key], key)
 
 
-def test_second_signal_kills_at_once():
+def test_second_signal_kills_at_once(algo):
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    with crr.StopSignal() as stop:
+    with algo.StopSignal() as stop:
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop.number == signal.SIGTERM
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -94,12 +104,12 @@ def test_second_signal_kills_at_once():
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
 
-def test_stop_before_the_first_evaluation_names_a_file_that_exists(tiny, monkeypatch, capsys):
+def test_stop_before_the_first_evaluation_names_a_file_that_exists(algo, tiny, monkeypatch, capsys):
     monkeypatch.setattr(
-        crr.StopSignal, "__enter__", lambda self: setattr(self, "previous", {}) or self
+        algo.StopSignal, "__enter__", lambda self: setattr(self, "previous", {}) or self
     )
-    monkeypatch.setattr(crr.StopSignal, "number", signal.SIGTERM, raising=False)
-    result = crr.train(replace(tiny, quiet=False))
+    monkeypatch.setattr(algo.StopSignal, "number", signal.SIGTERM, raising=False)
+    result = algo.train(replace(tiny, quiet=False))
     assert (result["step"], result["signal"]) == (1, signal.SIGTERM)
     path = re.search(r"--evaluate (\S+)", capsys.readouterr().out).group(1)
     assert path.endswith("checkpoint.pt") and Path(path).is_file()
@@ -112,191 +122,199 @@ def metrics_of(run_dir):
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
-def test_S17_interrupted_schedule_goes_on_where_it_was(tiny, tmp_path, monkeypatch, schedule):
+def test_S17_interrupted_schedule_goes_on_where_it_was(algo, tiny, tmp_path, monkeypatch, schedule):
     """A signal in the middle of the budget: the schedule still spans the whole of it."""
     args = replace(tiny, lr_schedule=schedule, warmup_updates=5)
     whole = replace(args, run_dir=str(tmp_path / "whole"))
-    crr.train(whole)
+    algo.train(whole)
 
-    original = crr.Logger.scalars
+    original = algo.Logger.scalars
 
     def interrupting(self, step, values):
         original(self, step, values)
         if step == 10 and "losses/actor" in values:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(crr.Logger, "scalars", interrupting)
-    result = crr.train(args)
+    monkeypatch.setattr(algo.Logger, "scalars", interrupting)
+    result = algo.train(args)
     assert (result["step"], result["signal"]) == (10, signal.SIGTERM)
     monkeypatch.undo()
-    crr.train(replace(args, resume=args.run_dir))
+    algo.train(replace(args, resume=args.run_dir))
     assert_same_state(load(whole.run_dir), load(args.run_dir))
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL  # handlers were put back
 
 
-def test_S17_checkpoint_holds_every_part(tiny):
+OWN_PARTS = {
+    "awr": {"value", "actor_opt", "value_opt", "returns", "advantage_mean", "advantage_std"},
+    "marwil": {"value", "opt", "returns", "squared_norm"},
+    "crr": {"critic", "target_actor", "target_critic", "actor_opt", "critic_opt"},
+}
+
+
+def test_S17_checkpoint_holds_every_part(algo, tiny):
     """Each of these, left out or reset, would make a resumed run another run."""
-    crr.train(tiny)
+    algo.train(tiny)
     checkpoint = load(tiny.run_dir)
-    assert checkpoint.keys() == {
+    assert checkpoint.keys() == OWN_PARTS[algo.ALGO] | {
         *("algo", "args", "step", "log_position", "best_return", "evals_since_best", "fingerprint"),
-        *("generator", "obs_mean", "obs_std", "actor", "critic", "target_actor"),
-        *("target_critic", "actor_opt", "critic_opt"),
+        *("generator", "obs_mean", "obs_std", "actor"),
     }
     assert checkpoint["args"] == asdict(tiny)
-    assert not torch.equal(flat(checkpoint, ["actor"]), flat(checkpoint, ["target_actor"]))
-    for name in ("actor_opt", "critic_opt"):
+    for name in checkpoint.keys() & {"opt", "actor_opt", "value_opt", "critic_opt"}:
         states = checkpoint[name]["state"]
-        assert all(state["step"].item() == 20 for state in states.values()) and len(states) > 0
+        updates = 15 if (algo.ALGO, name) == ("awr", "actor_opt") else 20  # V warms up for 5
+        assert all(state["step"].item() == updates for state in states.values()) and states
 
 
-def test_S20_checkpoints_load_without_pickle(tiny):
-    crr.train(tiny)
+def test_S20_checkpoints_load_without_pickle(algo, tiny):
+    algo.train(tiny)
     for name in ("checkpoint.pt", "best.pt"):
         torch.load(f"{tiny.run_dir}/{name}", weights_only=True)
 
 
-def test_S19_evaluation_does_not_change_training(tiny, tmp_path):
+def test_S19_evaluation_does_not_change_training(algo, tiny, tmp_path):
     """Every update or only at the end, two episodes or five, greedy or CWP: the same parameters."""
     runs = [
         replace(tiny, eval_interval=1, run_dir=str(tmp_path / "a")),
         replace(tiny, eval_interval=1000, run_dir=str(tmp_path / "b")),
-        replace(tiny, eval_episodes=5, num_cwp_samples=4, run_dir=str(tmp_path / "c")),
+        replace(tiny, eval_episodes=5, run_dir=str(tmp_path / "c")),
     ]
+    if algo.ALGO == "crr":
+        runs[2] = replace(runs[2], num_cwp_samples=4)
     parameters = []
     for args in runs:
-        crr.train(args)
+        algo.train(args)
         parameters.append(flat(load(args.run_dir)))
     assert torch.equal(parameters[0], parameters[1]) and torch.equal(parameters[0], parameters[2])
 
 
-def test_same_seed_same_numbers_other_seed_other_numbers(tiny, tmp_path):
+def test_same_seed_same_numbers_other_seed_other_numbers(algo, tiny, tmp_path):
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         torch.randn(7)  # the state of the global generator must not matter
         np.random.rand(3)
-        crr.train(replace(tiny, seed=seed, run_dir=str(tmp_path / name)))
+        algo.train(replace(tiny, seed=seed, run_dir=str(tmp_path / name)))
     a, b, c = (flat(load(tmp_path / name)) for name in "abc")
     assert torch.equal(a, b) and not torch.equal(a, c)
 
 
-def test_resume_refuses_other_flags_and_other_data(tiny, probe_data, tmp_path):
+def test_resume_refuses_other_flags_and_other_data(algo, tiny, probe_data, tmp_path):
     path = tmp_path / "data.npz"
     path.write_bytes(Path(probe_data).read_bytes())
     tiny = replace(tiny, dataset=str(path))
-    crr.train(tiny)
+    algo.train(tiny)
     more = replace(tiny, resume=tiny.run_dir, total_updates=40)
-    with pytest.raises(crr.InputError, match=r"--resume keeps gamma = 0\.99 of the run, got 0\.9"):
-        crr.train(replace(more, gamma=0.9))
-    with pytest.raises(crr.InputError, match="--resume keeps env_id = Probe-v0"):
-        crr.train(replace(more, env_id="Pendulum-v1"))
-    with pytest.raises(crr.InputError, match="is at update 20 already"):
-        crr.train(replace(more, total_updates=20))
-    with pytest.raises(crr.InputError, match="holds a run already"):
-        crr.train(tiny)
+    with pytest.raises(algo.InputError, match=r"--resume keeps gamma = 0\.99 of the run, got 0\.9"):
+        algo.train(replace(more, gamma=0.9))
+    with pytest.raises(algo.InputError, match="--resume keeps env_id = Probe-v0"):
+        algo.train(replace(more, env_id="Pendulum-v1"))
+    with pytest.raises(algo.InputError, match="is at update 20 already"):
+        algo.train(replace(more, total_updates=20))
+    with pytest.raises(algo.InputError, match="holds a run already"):
+        algo.train(tiny)
     data = dict(np.load(path))
     data["rewards"][3] += 1
     np.savez(path, **data)
-    with pytest.raises(crr.InputError, match="is not the data that the run began with"):
-        crr.train(more)
+    with pytest.raises(algo.InputError, match="is not the data that the run began with"):
+        algo.train(more)
     assert load(tiny.run_dir)["step"] == 20  # nothing was touched
 
 
-def test_resume_may_change_budget_intervals_and_stops(tiny):
-    crr.train(tiny)
+def test_resume_may_change_budget_intervals_and_stops(algo, tiny):
+    algo.train(tiny)
     changes = {"eval_interval": 7, "checkpoint_interval": 3, "log_interval": 2, "patience": 50}
-    crr.train(replace(tiny, resume=tiny.run_dir, total_updates=30, target_return=1e9, **changes))
+    algo.train(replace(tiny, resume=tiny.run_dir, total_updates=30, target_return=1e9, **changes))
     checkpoint = load(tiny.run_dir)
     assert checkpoint["step"] == 30 and checkpoint["args"]["eval_interval"] == 7
 
 
-def test_resume_drops_what_was_logged_after_the_checkpoint(tiny, tmp_path):
+def test_resume_drops_what_was_logged_after_the_checkpoint(algo, tiny, tmp_path):
     """After a kill, metrics.csv is ahead of the checkpoint, and may end in half a line. TensorBoard
     hides what was written after the checkpoint, too."""
     whole = replace(tiny, total_updates=30, run_dir=str(tmp_path / "whole"))
-    crr.train(whole)
-    crr.train(tiny)
+    algo.train(whole)
+    algo.train(tiny)
     with open(f"{tiny.run_dir}/metrics.csv", "a") as file:
         file.write("25,1.0,losses/actor,5\n26,1.0,losses/act")
     writer = SummaryWriter(tiny.run_dir)
     writer.add_scalar("losses/actor", 123.0, 25)
     writer.close()
     time.sleep(1.1)  # TensorBoard orders its files by the second
-    crr.train(replace(tiny, total_updates=30, resume=tiny.run_dir))
+    algo.train(replace(tiny, total_updates=30, resume=tiny.run_dir))
     assert metrics_of(whole.run_dir) == metrics_of(tiny.run_dir)
     events = EventAccumulator(tiny.run_dir).Reload().Scalars("losses/actor")
     assert [event.step for event in events] == [5, 10, 15, 20, 25, 30]
     assert 123.0 not in [event.value for event in events]
 
 
-def test_early_stops_and_best(tiny, monkeypatch, capsys):
+def test_early_stops_and_best(algo, tiny, monkeypatch, capsys):
     """Evaluations are scripted: 1, 3, 2, 2, 2, ... so that every rule has one right answer."""
     script = iter([0.0, 1.0, 3.0, 2.0, 2.0, 2.0, 2.0, 2.0])
     monkeypatch.setattr(
-        crr.common, "evaluate", lambda *_: np.full(2, next(script), dtype=np.float64)
+        algo.common, "evaluate", lambda *_: np.full(2, next(script), dtype=np.float64)
     )
     args = replace(tiny, total_updates=100, patience=2, quiet=False)
-    result = crr.train(args)
+    result = algo.train(args)
     assert (result["step"], result["eval/best_return"]) == (40, 3.0)  # 20 best, 30, 40 not better
     assert load(args.run_dir, "best.pt")["step"] == 20
     assert "the last 2 evaluations were not better" in capsys.readouterr().out
 
     script = iter([0.0, 1.0, 3.0, 2.0])
     args = replace(args, target_return=3.0, run_dir=args.run_dir + "-target")
-    assert crr.train(args)["step"] == 20
+    assert algo.train(args)["step"] == 20
     assert "an evaluation reached the target of 3.0" in capsys.readouterr().out
 
 
-def test_best_and_patience_survive_a_resume(tiny, monkeypatch):
+def test_best_and_patience_survive_a_resume(algo, tiny, monkeypatch):
     """5, 3, resumed, 4: the 5 is still the best, and the 4 the second in a row without a better."""
     script = iter([0.0, 5.0, 3.0, 4.0, 4.0])
-    monkeypatch.setattr(crr.common, "evaluate", lambda *_: np.full(2, next(script)))
-    crr.train(tiny)
-    result = crr.train(replace(tiny, resume=tiny.run_dir, total_updates=40, patience=2))
+    monkeypatch.setattr(algo.common, "evaluate", lambda *_: np.full(2, next(script)))
+    algo.train(tiny)
+    result = algo.train(replace(tiny, resume=tiny.run_dir, total_updates=40, patience=2))
     assert (result["step"], result["eval/best_return"]) == (30, 5.0)
     assert load(tiny.run_dir, "best.pt")["step"] == 10
 
 
-def test_a_rate_of_almost_zero_stops_every_optimiser(tiny, tmp_path):
+def test_a_rate_of_almost_zero_stops_every_optimiser(algo, tiny, tmp_path):
     """Warm-up over a billion updates: no network may move, so no optimiser was forgotten."""
-    crr.train(replace(tiny, warmup_updates=10**9))
-    fresh = replace(tiny, total_updates=1, learning_rate=1e-30, run_dir=str(tmp_path / "fresh"))
-    crr.train(fresh)
-    for key in ("actor", "critic"):
+    algo.train(replace(tiny, warmup_updates=10**9))
+    fresh = replace(tiny, learning_rate=1e-30, run_dir=str(tmp_path / "fresh"))
+    algo.train(fresh)
+    for key in ("actor", "critic" if algo.ALGO == "crr" else "value"):
         moved = flat(load(tiny.run_dir), [key]) - flat(load(fresh.run_dir), [key])
         assert moved.abs().max() < 1e-7
 
 
-def test_seed_reaches_the_dataset(tiny, tmp_path):
+def test_seed_reaches_the_dataset(algo, tiny, tmp_path):
     fingerprints = []
     for seed in (1, 2):
         args = replace(tiny, seed=seed, dataset="random:50", run_dir=str(tmp_path / str(seed)))
-        crr.train(args)
+        algo.train(args)
         fingerprints.append(load(args.run_dir)["fingerprint"])
     assert fingerprints[0] != fingerprints[1]
 
 
-def test_last_evaluation_and_checkpoint_are_of_the_last_update(tiny):
-    result = crr.train(replace(tiny, total_updates=23))
+def test_last_evaluation_and_checkpoint_are_of_the_last_update(algo, tiny):
+    result = algo.train(replace(tiny, total_updates=23))
     assert result["step"] == 23 and load(tiny.run_dir)["step"] == 23
-    policy = crr.load_policy(f"{tiny.run_dir}/checkpoint.pt")
-    returns = crr.common.evaluate(policy, tiny.env_id, tiny.eval_episodes, tiny.eval_seed)
+    policy = algo.load_policy(f"{tiny.run_dir}/checkpoint.pt")
+    returns = algo.common.evaluate(policy, tiny.env_id, tiny.eval_episodes, tiny.eval_seed)
     assert result["eval/return_mean"] == returns.mean()  # of the actor, not of its target
     steps = [step for step, key, _ in metrics_of(tiny.run_dir) if key == "eval/return_mean"]
     assert steps == ["0", "10", "20", "23"]
 
 
-def test_kill_in_the_middle_of_a_save(tiny, tmp_path):
+def test_kill_in_the_middle_of_a_save(algo, tiny, tmp_path):
     """kill -9 while a save is half written: the checkpoint before it is whole, and the resumed run
     ends as the one that was never killed. A slow disk makes the window wide enough to hit."""
     whole = replace(tiny, total_updates=60, checkpoint_interval=10, run_dir=str(tmp_path / "whole"))
-    crr.train(whole)
+    algo.train(whole)
     killed = replace(whole, run_dir=str(tmp_path / "killed"))
     script = f"""
 import sys, time
 sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
 import torch
 import conftest
-from algos import crr
+from algos import {algo.ALGO} as algo
 save, saves = torch.save, []
 def slow_save(checkpoint, file):
     if "checkpoint.pt" in file.name:
@@ -308,7 +326,7 @@ def slow_save(checkpoint, file):
             time.sleep(60)
     save(checkpoint, file)
 torch.save = slow_save
-crr.train(crr.Args(**{asdict(killed)!r}))
+algo.train(algo.Args(**{asdict(killed)!r}))
 """
     process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "saving\n"
@@ -316,15 +334,16 @@ crr.train(crr.Args(**{asdict(killed)!r}))
     process.wait()
     assert Path(killed.run_dir, "checkpoint.pt.tmp").read_bytes() == b"half a checkpoint"
     assert load(killed.run_dir)["step"] == 20
-    crr.train(replace(killed, resume=killed.run_dir))
+    algo.train(replace(killed, resume=killed.run_dir))
     assert_same_state(load(whole.run_dir), load(killed.run_dir))
 
 
-def test_ctrl_c_saves_and_resume_is_bit_exact(tmp_path):
+def test_ctrl_c_saves_and_resume_is_bit_exact(algo, tmp_path):
     """The script itself, stopped by a real Ctrl-C, then resumed with the line that it printed."""
-    command = [sys.executable, str(ROOT / "algos" / "crr.py")]
+    command = [sys.executable, algo.__file__]
     flags = ["--dataset", "random:500", "--hidden-dim", "16", "--total-updates", "500"]
     flags += ["--eval-episodes", "1", "--log-interval", "10", "--torch-threads", "1"]
+    flags += ["--value-warmup", "100"] if algo.ALGO == "awr" else []
     process = subprocess.Popen(
         [*command, *flags, "--run-dir", "run"], cwd=tmp_path, stdout=subprocess.PIPE, text=True
     )
