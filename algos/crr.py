@@ -363,6 +363,11 @@ def crr_weight(
     return torch.exp((advantage / beta).clamp(max=math.log(max_weight)))
 
 
+def effective_sample_size(weight: torch.Tensor) -> torch.Tensor:
+    """(sum w)^2 / (B sum w^2): 1 if all rows count the same, 1/B if one row counts alone."""
+    return weight.sum() ** 2 / (len(weight) * (weight**2).sum() + 1e-8)
+
+
 def crr_loss(
     log_prob: torch.Tensor,
     advantage: torch.Tensor,
@@ -756,6 +761,7 @@ def train(args: Args) -> dict[str, float]:
                     "stats/advantage_positive": (advantage > 0).float().mean().item(),
                     "stats/weight_mean": weight.mean().item(),
                     "stats/weight_max": weight.max().item(),
+                    "stats/weight_ess": effective_sample_size(weight).item(),
                     "stats/log_prob": log_prob.mean().item(),
                     **pi.statistics(),
                 }

@@ -3,9 +3,11 @@
     python benchmark/report.py           print the tables, draw the figures, update the README
     python benchmark/report.py --check   write nothing; exit code 1 if the README is out of date
 
-A row of a table is one folder results/<algo>__<env>__<dataset>__<variant>/ with a run per seed. The
-last evaluation of a run says what training ends with, the best one what early stopping on the true
-return would have kept. They are reported apart: a maximum of noisy numbers is too high by its
+A row of a table is one folder results/<algo>__<env>__<dataset>__<variant>/ with a run per seed.
+Where several algorithms were trained on the same data, a table of all of them comes first.
+
+The last evaluation of a run says what training ends with, the best one what early stopping on the
+true return would have kept. They are reported apart: a maximum of noisy numbers is too high by its
 nature, and offline it needs the environment that one does not have.
 
 Shapes: S seeds, T tasks, E evaluations, R resamples.
@@ -33,6 +35,9 @@ Made by `python benchmark/report.py`. Returns are means over the evaluation epis
 interquartile mean over seeds; in brackets stand 95 % bootstrap intervals. *Last* is the policy at
 the end of training; *best* is the highest evaluation of each run, which flatters. *BC* is the last
 IQM of behaviour cloning on the same data."""
+
+MAIN_VARIANT = {"crr": "mean-binary"}  # of each algorithm, beside the others; else "default"
+CLONES = ("marwil", "crr")  # whose behaviour cloning stands beside them all: the first there is
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart, without yellow (too pale).
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
@@ -143,6 +148,35 @@ def read_results(folder: Path) -> Results:
     return results
 
 
+def side_by_side(results: Results) -> Results:
+    """Where several algorithms saw the same data: ("all", env, dataset, algo), and one "bc"."""
+    tasks: dict[tuple[str, ...], dict[str, list[Run]]] = {}
+    for row, runs in results.items():
+        if len(row) == 4 and row[3] == MAIN_VARIANT.get(row[0], "default"):
+            tasks.setdefault(row[1:3], {})[row[0]] = runs
+    together = {}
+    for task, algos in tasks.items():
+        if len(algos) > 1:
+            together |= {("all", *task, algo): runs for algo, runs in algos.items()}
+            clones = [results.get((algo, *task, "bc")) for algo in CLONES]
+            bc = next((runs for runs in clones if runs), None)
+            together |= {("all", *task, "bc"): bc} if bc else {}
+    return together
+
+
+def groups_of(results: Results) -> list[tuple[str, ...]]:
+    """The tables, in order. An algorithm's own adds something if it has variants, or is alone."""
+    groups = sorted({row[:3] for row in results if len(row) == 4})
+    together = {group[1:] for group in groups if group[0] == "all"}
+    return [
+        group
+        for group in groups
+        if group[0] == "all"
+        or group[1:] not in together
+        or len(group_of(results, group).keys() - {"bc"}) > 1
+    ]
+
+
 def group_of(results: Results, group: tuple[str, ...]) -> dict[str, list[Run]]:
     """The variants of one (algo, env, dataset), with the baseline at the end."""
     variants = sorted((row[3] == "bc", row[3]) for row in results if row[:3] == group)
@@ -184,6 +218,10 @@ def learning_curve(runs: list[Run]) -> tuple[np.ndarray, np.ndarray]:
 
 
 # ---- writing
+
+
+def title(group: tuple[str, ...]) -> str:
+    return ", ".join(group[1:] if group[0] == "all" else group)
 
 
 def number(value: float | None) -> str:
@@ -242,7 +280,7 @@ def figure(results: Results, group: tuple[str, ...], path: Path) -> None:
             lines.append(axes.axhline(compare[name], label=label, **style))
 
     num_seeds = span([len(runs) for runs in variants.values()])
-    axes.set_title(f"{', '.join(group)}  (IQM and 95 % interval, seeds: {num_seeds})", loc="left")
+    axes.set_title(f"{title(group)}  (IQM and 95 % interval, seeds: {num_seeds})", loc="left")
     axes.set_xlabel("updates")
     axes.set_ylabel("evaluation return")
     axes.xaxis.set_major_formatter("{x:,.0f}")
@@ -259,7 +297,7 @@ def section(results: Results, figures: dict[tuple[str, ...], Path], readme: Path
     """All that stands between the markers."""
     parts = [NOTE]
     for group, path in figures.items():
-        name = ", ".join(group)
+        name = title(group)
         link = Path(os.path.relpath(path, readme.parent)).as_posix()
         image = f"![learning curves of {name}]({link})"
         parts += [f"### {name}", table(results, group), image]
@@ -290,7 +328,8 @@ def write(path: Path, content: bytes) -> None:
 def main(options: Options) -> int:
     try:
         results = read_results(options.results)
-        groups = sorted({row[:3] for row in results if len(row) == 4})
+        results |= side_by_side(results)
+        groups = groups_of(results)
         figures = {group: options.figures / f"{'__'.join(group)}.png" for group in groups}
         text = section(results, figures, options.readme)
         old = options.readme.read_bytes()

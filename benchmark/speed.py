@@ -2,12 +2,13 @@
 
     python benchmark/speed.py                    ours against the limit
     python benchmark/speed.py --peers            and against other libraries, each in a fresh venv
+    python benchmark/speed.py --only awr         one algorithm; the figures of the others stay
 
 Machines are noisy, so that only ratios within one run mean something: the contenders take turns,
 round after round, each in a process of its own, several windows each. Printed are updates per
 CPU-second at one thread and per second of wall-clock at two, the median over all windows with
 their range, and the ratio of the medians. The limit is what the matrix products of the same
-networks cost, forward, backward and Adam, without anything else (benchmark/peers/limit_crr.py).
+networks cost, forward, backward and Adam, without anything else (benchmark/peers/limit.py).
 
 Also: how long --help and the first update take, and what a dataset of a million transitions costs.
 The windows go to benchmark/results/speed.csv, the tables between the speed markers of the README.
@@ -32,15 +33,18 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from benchmark import report
 
-PEERS = {  # what to install beside torch, and the script that times it
-    "d3rlpy": ("d3rlpy==2.8.1", "d3rlpy_crr.py"),
-    "axiomrl": ("axiomrl==1.0.3", "axiomrl_crr.py"),
+PACKAGES = {"d3rlpy": "d3rlpy==2.8.1", "axiomrl": "axiomrl==1.0.3", "rllib": "ray[rllib]==2.60.0"}
+PEERS = {  # of each algorithm; benchmark/peers/<peer>_<algo>.py times it
+    "awr": ("axiomrl",),
+    "marwil": ("axiomrl", "rllib"),
+    "crr": ("d3rlpy", "axiomrl"),
 }
 TORCH = "torch==2.13.0"
 
 
 @dataclass
 class Options:
+    only: str = ""  # one algorithm [all]
     peers: bool = False  # also time other libraries; installs each into a venv of its own
     venvs: Path | None = None  # keep those venvs here [a temporary folder]
     rounds: int = 3  # turns of every contender
@@ -50,20 +54,33 @@ class Options:
     results: Path = ROOT / "benchmark" / "results"  # where speed.csv goes
 
 
-def install_peers(folder: Path) -> dict[str, list[str]]:
-    commands = {}
-    for name, (package, script) in PEERS.items():
-        python = folder / name / "bin" / "python"
-        if not python.exists():
-            print(f"installing {package} ...", flush=True)
-            subprocess.run([sys.executable, "-m", "venv", folder / name], check=True)
-            for packages in ([TORCH], [TORCH, package]):  # torch first: pip must not pick another
-                subprocess.run([python, "-m", "pip", "install", "-q", *packages], check=True)
-        commands[name] = [str(python), str(ROOT / "benchmark" / "peers" / script)]
+def install(peer: str, folder: Path) -> str:
+    """-> the Python of a venv with that package"""
+    python = folder / peer / "bin" / "python"
+    if not python.exists():
+        print(f"installing {PACKAGES[peer]} ...", flush=True)
+        subprocess.run([sys.executable, "-m", "venv", folder / peer], check=True)
+        for packages in (
+            [TORCH],
+            [TORCH, PACKAGES[peer]],
+        ):  # torch first: pip must not pick another
+            subprocess.run([python, "-m", "pip", "install", "-q", *packages], check=True)
+    return str(python)
+
+
+def contenders(algo: str, venvs: Path | None) -> dict[str, list[str]]:
+    """Name in the table -> command"""
+    scripts = ROOT / "benchmark" / "peers"
+    commands = {
+        "ours": [sys.executable, str(scripts / "ours.py"), algo],
+        "the limit (bare matmuls)": [sys.executable, str(scripts / "limit.py"), algo],
+    }
+    for peer in PEERS[algo] if venvs else ():
+        commands[peer] = [install(peer, venvs), str(scripts / f"{peer}_{algo}.py")]
     return commands
 
 
-def measure_updates(commands: dict[str, list[str]], options: Options) -> list[dict]:
+def measure_updates(algo: str, commands: dict[str, list[str]], options: Options) -> list[dict]:
     """One row per window: contender, threads, seconds of wall and of CPU per update."""
     rows = []
     for turn in range(options.rounds):
@@ -81,14 +98,18 @@ def measure_updates(commands: dict[str, list[str]], options: Options) -> list[di
                 peak_mb = round(timing["peak_mb"])
                 for wall, cpu in zip(timing["wall"], timing["cpu"]):
                     times = {"wall": f"{wall:.6f}", "cpu": f"{cpu:.6f}", "peak_mb": peak_mb}
-                    rows.append({"contender": name, "threads": threads, "turn": turn, **times})
-                print(f"round {turn + 1} threads {threads} {name}: {1 / wall:.0f}/s", flush=True)
+                    who = {"algo": algo, "contender": name}
+                    rows.append({**who, "threads": threads, "turn": turn, **times})
+                rate = f"{1 / wall:.0f}/s"
+                print(f"{algo} round {turn + 1} threads {threads} {name}: {rate}", flush=True)
     return rows
 
 
-def speed_table(rows: list[dict]) -> str:
+def speed_table(algo: str, rows: list[dict]) -> str:
+    rows = [row for row in rows if row["algo"] == algo]
     lines = [
-        "| CRR update | per CPU-second, 1 thread | x ours | per second, 2 threads | x ours | MB |",
+        f"| {algo.upper()} update | per CPU-second, 1 thread | x ours"
+        " | per second, 2 threads | x ours | MB |",
         "| :-- | --: | --: | --: | --: | --: |",
     ]
     rates = {}
@@ -171,18 +192,22 @@ def measure_large_dataset() -> str:
 
 
 def main(options: Options) -> None:
-    ours = [sys.executable, str(ROOT / "benchmark" / "peers" / "ours_crr.py")]
-    limit = [sys.executable, str(ROOT / "benchmark" / "peers" / "limit_crr.py")]
-    commands = {"ours": ours, "the limit (bare matmuls)": limit}
+    path, rows = options.results / "speed.csv", []
+    if path.exists():
+        with open(path, newline="") as file:
+            rows = list(csv.DictReader(file))
     with tempfile.TemporaryDirectory() as folder:
-        if options.peers:
-            commands |= install_peers((options.venvs or Path(folder)).resolve())
-        rows = measure_updates(commands, options)
-    with open(options.results / "speed.csv", "w", newline="") as file:
+        venvs = (options.venvs or Path(folder)).resolve() if options.peers else None
+        for algo in [options.only] if options.only else PEERS:
+            commands = contenders(algo, venvs)
+            rows = [row for row in rows if row["algo"] != algo]
+            rows += measure_updates(algo, commands, options)
+    with open(path, "w", newline="") as file:
         writer = csv.DictWriter(file, rows[0].keys())
         writer.writeheader()
         writer.writerows(rows)
-    text = "\n\n".join([speed_table(rows), measure_start(), measure_large_dataset()])
+    tables = [speed_table(algo, rows) for algo in PEERS if algo in {row["algo"] for row in rows}]
+    text = "\n\n".join([*tables, measure_start(), measure_large_dataset()])
     print(text)
     readme = report.replace_section(options.readme.read_bytes(), text, "speed")
     report.write(options.readme, readme)

@@ -6,13 +6,18 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 from conftest import ROOT, load
 
+import common
 from benchmark import run, speed
+
+sys.path.insert(0, str(ROOT / "benchmark" / "data"))
+import make
+
+DATASETS = [("Pendulum-v1", make.PENDULUM), ("CartPole-v1", make.CART_POLE)]
 
 
 @pytest.fixture
@@ -37,7 +42,8 @@ def test_every_row_has_a_script_and_a_name_of_its_own():
     assert len({row.name for row in run.TABLE}) == len(run.TABLE)
     for entry in run.TABLE:
         assert (ROOT / "algos" / f"{entry.algo}.py").is_file()
-        groups = {other.variant for other in run.TABLE if other.dataset == entry.dataset}
+        task = (entry.env_id, entry.dataset)
+        groups = {row.variant for row in run.TABLE if (row.env_id, row.dataset) == task}
         assert "bc" in groups  # the column that no table may lack
 
 
@@ -98,26 +104,44 @@ sys.exit(run.main(options))
     assert steps == sorted(steps) and steps.count(600) == 4 and steps.count(200) == 4
 
 
-def test_shipped_dataset_is_what_its_script_makes(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("env_id", "behaviours"), DATASETS)
+def test_shipped_dataset_is_what_its_script_makes(env_id, behaviours):
     """The first episodes once more: the file in the repo was made by the script beside it."""
-    sys.path.insert(0, str(ROOT / "benchmark" / "data"))
-    import make
-
-    again = make.mixed_episodes("Pendulum-v1", make.pendulum_controller, num_episodes=6, seed=0)
-    shipped = np.load(ROOT / "benchmark" / "data" / "Pendulum-v1.npz", allow_pickle=False)
+    again, _, _ = make.mixed_episodes(env_id, behaviours, num_episodes=11, seed=0)
+    shipped = np.load(ROOT / "benchmark" / "data" / f"{env_id}.npz", allow_pickle=False)
     for name, array in again.items():
         np.testing.assert_allclose(shipped[name][: len(array)], array, atol=1e-4)
 
 
+@pytest.mark.parametrize(("env_id", "behaviours"), DATASETS)
+def test_table_of_the_shipped_datasets_is_current(env_id, behaviours):
+    """Number of rows, mean, least and best return of the file, as its README has them."""
+    env = common.make_env(env_id)
+    dataset = common.load_dataset("auto", env)
+    returns = dataset.episode_returns
+    numbers = f"{returns.mean():.1f} | {returns.min():.1f} | {returns.max():.1f} |"
+    row = f"| {env_id} | all | {len(returns)} | {len(dataset):,} | {numbers}"
+    assert row in (ROOT / "benchmark" / "data" / "README.md").read_text()
+    assert all(name in (ROOT / "benchmark/data/README.md").read_text() for name in behaviours)
+
+
 def test_speed_table_by_hand():
     rows = [
-        {"contender": name, "threads": threads, "turn": 0, "wall": wall, "cpu": cpu, "peak_mb": 300}
+        {"algo": "crr", "contender": name, "threads": threads}
+        | {"turn": 0, "wall": wall, "cpu": cpu, "peak_mb": 300}
         for name, factor in (("ours", 1.0), ("peer", 2.0))
         for threads in (1, 2)
         for wall, cpu in ((0.01 * factor, 0.02 * factor), (0.02 * factor, 0.04 * factor))
     ]
-    table = speed.speed_table(rows).splitlines()
+    others = [row | {"algo": "awr", "wall": 1, "cpu": 1} for row in rows]
+    table = speed.speed_table("crr", rows + others).splitlines()
     # one thread counts CPU time: 50 and 25 a second; two threads count wall-clock: 100 and 50
     assert table[2] == "| ours | 38 [25, 50] | 1.00 | 75 [50, 100] | 1.00 | 300 |"
     assert table[3] == "| peer | 19 [12, 25] | 0.50 | 38 [25, 50] | 0.50 | 300 |"
-    assert Path(ROOT / "benchmark" / "peers" / speed.PEERS["d3rlpy"][1]).is_file()
+
+
+def test_every_peer_has_a_script_and_a_package():
+    for algo, peers in speed.PEERS.items():
+        for peer in peers:
+            assert peer in speed.PACKAGES
+            assert (ROOT / "benchmark" / "peers" / f"{peer}_{algo}.py").is_file()

@@ -51,8 +51,8 @@ def probe_args(algo, tiny):
 
 @pytest.mark.parametrize("length", [2, 7, 10])
 def test_S1_truncation_bootstraps(algo, probe_args, tmp_path, length):
-    """0 -> 1 -> 0 -> ..., leaving 1 pays 1, cut every few steps, gamma 0.9: the cuts are no ends, so
-    V(0) = 0.9 V(1), V(1) = 1 + 0.9 V(0), that is 4.737 and 5.263.
+    """0 -> 1 -> 0 -> ..., leaving 1 pays 1, cut every few steps, gamma 0.9. The cuts are no ends:
+    V(0) = 0.9 V(1) and V(1) = 1 + 0.9 V(0), that is 4.737 and 5.263.
 
     Treating a cut as an end gives values of 0 to 4, bootstrapping from the wrong state swaps them.
     """

@@ -172,6 +172,34 @@ def test_groups_have_tables_and_figures_of_their_own(options, capsys):
         assert f"]({path})" in part and (options.readme.parent / path).is_file()
 
 
+def test_algorithms_on_the_same_data_come_first_side_by_side(options, capsys):
+    """AWR and CRR's main variant on shipped; BC is MARWIL's where there is one. AWR's own table
+    would say nothing new, CRR's has its other variants; random-10 has CRR alone."""
+    for seed in (1, 2):
+        write_run(options.results / "awr__Env-v1__shipped__default" / str(seed), {0: 1, 900: 66})
+        write_run(
+            options.results / "crr__Env-v1__shipped__mean-binary" / str(seed), {0: 1, 900: 55}
+        )
+    write_run(options.results / "marwil__Env-v1__shipped__bc" / "1", {0: 1, 900: 33})
+    write_run(options.results / "crr__Env-v1__random-10__mean-binary" / "1", {100: 77})
+    assert report.main(options) == 0
+    together, alone, own = capsys.readouterr().out.split("### ")[1:]
+    assert [part.splitlines()[0] for part in (together, alone, own)] == [
+        "Env-v1, shipped",
+        "crr, Env-v1, random-10",
+        "crr, Env-v1, shipped",
+    ]
+    rows = cells(together.split("\n\n")[1])[2:]
+    assert [(row[0], row[1], row[5], row[6]) for row in rows] == [
+        ("awr", "2", "33.0", "66.0 [66.0, 66.0]"),
+        ("crr", "2", "33.0", "55.0 [55.0, 55.0]"),
+        ("bc", "1", "33.0", "33.0"),
+    ]
+    variants = [row[0] for row in cells(own.split("\n\n")[1])[2:]]
+    assert variants == ["mean-binary", "mean-exp", "bc"]
+    assert (options.figures / "all__Env-v1__shipped.png").is_file()
+
+
 # ---- curves
 
 

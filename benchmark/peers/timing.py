@@ -10,6 +10,7 @@ from itertools import pairwise
 import torch
 
 parser = argparse.ArgumentParser()
+parser.add_argument("algo", nargs="?", help="for the scripts that time more than one")
 for flag, default in (("--threads", 1), ("--windows", 3), ("--updates", 100)):
     parser.add_argument(flag, type=int, default=default)
 ARGS = parser.parse_args()

@@ -1,14 +1,14 @@
-"""The limit: only the matrix products that a CRR update cannot do without, and fused Adam.
+"""python limit.py ALGO: only the matrix products that an update cannot do without, and fused Adam.
 
-No bias, no activation, no loss, no autograd, no sampling. Networks as in algos/crr.py on Pendulum:
-an actor 3-256-256-2, two critics 4-256-256-1, batch 256, 4 sampled actions.
+No bias, no activation, no loss, no autograd, no sampling. Networks as in algos/ on Pendulum: an
+actor 3-256-256-2, a value 3-256-256-1, two critics 4-256-256-1; batch 256, 4 sampled actions.
 """
 
 import sys
 from pathlib import Path
 
 import torch
-from timing import measure
+from timing import ARGS, measure
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from algos.crr import keep_freed_memory
@@ -22,8 +22,9 @@ def weights(input_dim: int, output_dim: int) -> list[torch.Tensor]:
     return [0.05 * torch.randn(shape) for shape in shapes]
 
 
-actor, critics = weights(3, 2), [weights(4, 1), weights(4, 1)]
-parameters = [torch.nn.Parameter(weight) for weight in (*actor, *critics[0], *critics[1])]
+actor, value, critics = weights(3, 2), weights(3, 1), [weights(4, 1), weights(4, 1)]
+trained = [*actor, *critics[0], *critics[1]] if ARGS.algo == "crr" else [*actor, *value]
+parameters = [torch.nn.Parameter(weight) for weight in trained]
 for parameter in parameters:
     parameter.grad = 1e-3 * torch.randn_like(parameter)
 opt = torch.optim.Adam(parameters, 3e-4, fused=True)
@@ -46,14 +47,32 @@ def forward_backward(layers: list[torch.Tensor], x: torch.Tensor) -> None:
             grad = grad @ layers[layer].T  # of the layer's input
 
 
-@torch.no_grad()
-def update() -> None:
+def awr() -> None:
+    forward_backward(value, obs)  # the value's loss
+    forward(value, obs)  # V(s) after its step
+    forward_backward(actor, obs)  # the actor's loss
+
+
+def marwil() -> None:
+    forward_backward(value, obs)  # one loss for both
+    forward_backward(actor, obs)
+
+
+def crr() -> None:
     forward(actor, obs)  # a' of the target actor
     for critic in critics:
         forward(critic, obs_action)  # Q'(s', a')
         forward_backward(critic, obs_action)  # the critics' loss
         forward(critic, candidates)  # Q(s, a) and Q(s, a_j)
     forward_backward(actor, obs)  # the actor's loss
+
+
+matmuls = {"awr": awr, "marwil": marwil, "crr": crr}[ARGS.algo]
+
+
+@torch.no_grad()
+def update() -> None:
+    matmuls()
     opt.step()
 
 

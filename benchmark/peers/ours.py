@@ -1,5 +1,7 @@
-"""algos/crr.py as a user runs it: the loop of train() itself, its sampling and logging included."""
+"""python ours.py ALGO: algos/<ALGO>.py as a user runs it, the loop of train() itself, its sampling
+and logging included."""
 
+import importlib
 import sys
 import tempfile
 from pathlib import Path
@@ -8,34 +10,39 @@ import numpy as np
 from timing import ARGS, clock, report
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from algos import crr
+algo = importlib.import_module(f"algos.{ARGS.algo}")
+OWN_FLAGS = {
+    "crr": {"weight_type": "exp"},  # as the peers do
+    "awr": {"value_warmup": 0},  # V alone would be half an update
+    "marwil": {},
+}
 
 marks = []
-scalars = crr.Logger.scalars
+scalars = algo.Logger.scalars
 
 
-def marked_scalars(logger: crr.Logger, step: int, values: dict) -> None:
+def marked_scalars(logger: algo.Logger, step: int, values: dict) -> None:
     scalars(logger, step, values)
     if "losses/actor" in values:
         marks.append(clock())
 
 
-crr.Logger.scalars = marked_scalars
+algo.Logger.scalars = marked_scalars
 with tempfile.TemporaryDirectory() as folder:
     rng = np.random.default_rng(0)
+    obs = rng.standard_normal((100_001, 3), dtype=np.float32)
     np.savez(
         f"{folder}/data.npz",
-        observations=rng.standard_normal((100_000, 3), dtype=np.float32),
+        observations=obs[:-1],
         actions=rng.uniform(-2, 2, (100_000, 1)).astype(np.float32),
         rewards=-rng.random(100_000, dtype=np.float32),
-        next_observations=rng.standard_normal((100_000, 3), dtype=np.float32),
+        next_observations=obs[1:],
         terminations=np.zeros(100_000, dtype=bool),
-        truncations=np.ones(100_000, dtype=bool),  # no two rows need to join
+        truncations=np.arange(100_000) % 200 == 199,
     )
-    crr.train(
-        crr.Args(
+    algo.train(
+        algo.Args(
             dataset=f"{folder}/data.npz",
-            weight_type="exp",  # as the peers do
             total_updates=(1 + ARGS.windows) * ARGS.updates,  # the first window warms up
             log_interval=ARGS.updates,
             eval_interval=10**9,
@@ -43,6 +50,7 @@ with tempfile.TemporaryDirectory() as folder:
             run_dir=f"{folder}/run",
             torch_threads=ARGS.threads,
             quiet=True,
+            **OWN_FLAGS[ARGS.algo],
         )
     )
 report(marks)
