@@ -78,6 +78,14 @@ TABLE += [
     )
     for (algo, variant), (flags, minutes) in RETURN_WEIGHTED.items()
 ]
+TABLE += [  # half the temperature: sharper weights
+    Row(algo, env_id, "auto", variant, flags, 1.4)
+    for env_id in ("CartPole-v1", "Pendulum-v1")
+    for algo, variant, flags in (
+        ("marwil", "beta-2", "--beta 2"),
+        ("awr", "beta-0.5", "--beta 0.5"),
+    )
+]
 TABLE += [Row("crr", "CartPole-v1", "auto", "mean-binary", "", 3.5)]
 CHEETAH = ("HalfCheetah-v5", "runs/data/halfcheetah-mixed-cs285.npz")
 TABLE += [

@@ -54,7 +54,7 @@ PENDULUM = {
 }
 # Most episodes balance well and run off the track, all to the same side, and cloning follows them.
 # Noise alone would not do: the most frequent action in each state would still be the good one.
-CART_POLE = {"to the middle, noise 0.30": (partial(cart_pole_controller, goal=0.0), 0.3)}
+CART_POLE = {"to the middle, noise 0.15": (partial(cart_pole_controller, goal=0.0), 0.15)}
 for noise in (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4):
     CART_POLE[f"off the track, noise {noise:.2f}"] = partial(cart_pole_controller, goal=3.0), noise
 CART_POLE["random"] = partial(cart_pole_controller, goal=0.0), 1.0
