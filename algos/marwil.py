@@ -266,6 +266,11 @@ class Value(nn.Module):
 # ---- buffer
 
 
+def value_of_all(value: Value, obs: torch.Tensor) -> torch.Tensor:
+    """V of a whole dataset, in parts that fit into the cache. [N, O] -> [N]"""
+    return torch.cat([value(part) for part in obs.split(4096)])
+
+
 class Buffer:
     """The dataset as tensors on the device; a minibatch is drawn i.i.d. with one index call."""
 
@@ -280,10 +285,10 @@ class Buffer:
 
     @torch.no_grad()
     def refresh(self, value: Value, gamma: float, td_lambda: float) -> torch.Tensor:
-        """New returns for all rows, with the V of now; -> their advantages [N]."""
-        v = torch.cat([value(chunk) for chunk in self.obs.split(4096)])  # [N], in cache-sized parts
-        next_v = v.roll(-1)  # the next row is the next state ...
-        next_v[self.last] = value(self.final_obs)  # ... but where an episode ends
+        """New returns for all rows, with the V of now. -> their advantages [N]"""
+        v = value_of_all(value, self.obs)  # [N]
+        next_v = v.roll(-1)  # the next row holds the next state ...
+        next_v[self.last] = value_of_all(value, self.final_obs)  # ... but not where episodes end
         self.returns = lambda_returns(
             self.reward, self.terminated, self.truncated, next_v, gamma, td_lambda
         )
@@ -605,10 +610,11 @@ def train(args: Args) -> dict[str, float]:
     # networks
     actor = Actor(obs_dim, action_dim, args.hidden_dim, discrete).to(device)
     value = Value(obs_dim, args.hidden_dim).to(device)
+    # V starts at the constant c that is the mean of the returns it makes: c = mean(M + D c)
     finite_part, discount, _ = common.returns_to_go(
         dataset.reward, dataset.terminated, dataset.truncated, args.gamma
     )
-    constant = finite_part.mean() / (1 - discount.mean())  # V = c agrees with itself: c = mean(R)
+    constant = finite_part.mean() / (1 - discount.mean())
     value.mean.copy_(constant)
     value.std.copy_((finite_part + discount * constant).std().clamp(min=1e-6))
     squared_norm = None if args.norm_start is None else torch.tensor(args.norm_start, device=device)

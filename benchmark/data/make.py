@@ -29,6 +29,16 @@ is the chance of a random action. Returns are undiscounted, in the environment's
 | environment | behaviour | episodes | rows | return mean | min | max |
 | :-- | :-- | --: | --: | --: | --: | --: |
 """
+FOOTER = """
+Some rows of the benchmark use datasets of other people, which are not ours to ship. `run.py` looks
+for them in `runs/data/` and leaves those rows out if they are not there:
+
+| file | rows | return mean | what it is |
+| :-- | --: | --: | :-- |
+| pendulum-replay-d3rlpy.npz | 99,000 | -180 | d3rlpy's `get_pendulum(\"replay\")`, in our layout |
+| halfcheetah-mixed-cs285.npz | 99,995 | 1314 | HalfCheetah-v5, the expert policy of Berkeley's \
+CS285 homework at seven levels of noise from none to random |
+"""
 
 
 def pendulum_controller(obs: np.ndarray) -> np.ndarray:
@@ -108,5 +118,5 @@ if __name__ == "__main__":
         arrays, returns, lengths = mixed_episodes(env_id, behaviours, num_episodes, seed=0)
         common.save_npz(str(common.SHIPPED / f"{env_id}.npz"), arrays)
         table += table_rows(env_id, returns, lengths)
-    (common.SHIPPED / "README.md").write_text(table)
+    (common.SHIPPED / "README.md").write_text(table + FOOTER)
     print(table)
