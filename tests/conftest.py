@@ -1,6 +1,7 @@
 """Small environments with known answers, and a short run of each algorithm to start from."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # videos are rendered without a screen
@@ -139,3 +140,81 @@ def flat(checkpoint, keys=NETWORKS):
     """All parameters in one vector, to compare two runs bit for bit."""
     states = [checkpoint[key] for key in keys if key in checkpoint]
     return torch.cat([tensor.flatten() for state in states for tensor in state.values()])
+
+
+# ---- AWR and MARWIL once more, with loops and torch.distributions, for tests of the whole loop
+
+
+class ByHand:
+    """A probe dataset as the networks see it, and what the loop computes from it."""
+
+    def __init__(self, algo, args, tmp_path):
+        self.discrete = args.env_id == "Choice-v0"
+        file = dict(np.load(args.dataset))
+        if self.discrete:
+            file["actions"] = np.random.default_rng(0).integers(5, 8, 300)
+        np.savez(tmp_path / "by_hand.npz", **file)
+        self.args = args = replace(args, dataset=str(tmp_path / "by_hand.npz"))
+
+        obs = torch.tensor(file["observations"])
+        mean, std = obs.mean(0), obs.std(0) + 1e-3
+        self.obs = (obs - mean) / std
+        self.next_obs = (torch.tensor(file["next_observations"]) - mean) / std
+        self.action, self.reward = torch.tensor(file["actions"]), file["rewards"].astype(np.float64)
+        self.end, self.cut = file["terminations"], file["truncations"] & ~file["terminations"]
+        self.cut[-1] = not self.end[-1]
+
+        torch.manual_seed(args.seed)
+        self.actor = algo.Actor(1, 3 if self.discrete else 1, args.hidden_dim, self.discrete)
+        self.value = algo.mlp(1, args.hidden_dim, 1)
+        self.actor_opt = torch.optim.Adam(self.actor.parameters(), args.learning_rate)
+        self.value_opt = torch.optim.Adam(self.value.parameters(), args.learning_rate)
+        self.generator = torch.Generator().manual_seed(args.seed)
+
+        finite, discount = np.zeros(300), np.zeros(300)  # V starts at c = mean(M) + mean(D) c
+        for t in reversed(range(300)):
+            over = self.end[t] or self.cut[t]
+            finite[t] = self.reward[t] + (0 if over else args.gamma * finite[t + 1])
+            discount[t] = args.gamma * (self.cut[t] if over else discount[t + 1])
+        self.center = finite.mean() / (1 - discount.mean())
+        self.scale = (finite + discount * self.center).std(ddof=1)
+
+    def v(self, obs):
+        return self.center + self.scale * self.value(obs)[:, 0]
+
+    def returns(self):
+        with torch.no_grad():
+            next_v, mixed = self.v(self.next_obs).double().numpy(), self.args.td_lambda
+        returns = np.zeros(300)
+        for t in reversed(range(300)):
+            future = 0.0
+            if self.cut[t]:
+                future = next_v[t]
+            elif not self.end[t]:
+                future = (1 - mixed) * next_v[t] + mixed * returns[t + 1]
+            returns[t] = self.reward[t] + self.args.gamma * future
+        return torch.tensor(returns).float()
+
+    def draw(self):
+        return torch.randint(300, (self.args.batch_size,), generator=self.generator)
+
+    def log_prob(self, index):
+        output, action = self.actor.net(self.obs[index]), self.action[index]
+        if self.discrete:
+            return torch.distributions.Categorical(logits=output).log_prob(action - 5)
+        log_std = -5 + 3.5 * (1 + torch.tanh(output[:, 1:]))
+        pi = torch.distributions.Normal(output[:, :1], log_std.exp())
+        clipped = action.clamp(-0.999, 0.999)
+        return (pi.log_prob(torch.atanh(clipped)) - torch.log(1 - clipped**2))[:, 0]
+
+    def step(self, opt, loss):
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+
+    def assert_same_networks(self, checkpoint):
+        networks = checkpoint["actor"] | {f"v.{k}": x for k, x in checkpoint["value"].items()}
+        trained = [x.flatten() for name, x in networks.items() if "net" in name]
+        expected = [*self.actor.parameters(), *self.value.parameters()]
+        expected = torch.cat([parameter.detach().flatten() for parameter in expected])
+        torch.testing.assert_close(torch.cat(trained), expected, rtol=1e-3, atol=2e-5)

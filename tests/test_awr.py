@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import flat, load, save_rows
+from conftest import ByHand, flat, load, save_rows
 
 from algos import awr
 
@@ -339,8 +339,8 @@ def test_value_warmup_moves_V_alone(tiny, tmp_path):
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("env_id", ["Probe-v0", "Choice-v0"])
 def test_loop_equals_an_independent_implementation(tiny, normalize, env_id, tmp_path):
-    """Eight updates, written once more with torch.distributions and loops over rows."""
-    discrete = env_id == "Choice-v0"
+    """Eight updates: returns that are refreshed and stay as they are in between, V first, an actor
+    that waits for two of them, advantages on the scale of all data."""
     args = replace(
         tiny,
         env_id=env_id,
@@ -353,79 +353,24 @@ def test_loop_equals_an_independent_implementation(tiny, normalize, env_id, tmp_
         max_weight=2.0,
         normalize_advantage=normalize,
     )
-    file = dict(np.load(args.dataset))
-    if discrete:
-        file["actions"] = np.random.default_rng(0).integers(5, 8, 300)
-        np.savez(tmp_path / "discrete.npz", **file)
-        args = replace(args, dataset=str(tmp_path / "discrete.npz"))
-    awr.train(args)
-
-    obs, next_obs = T(file["observations"]), T(file["next_observations"])
-    mean, std = obs.mean(0), obs.std(0) + 1e-3
-    obs, next_obs = (obs - mean) / std, (next_obs - mean) / std
-    action, reward = T(file["actions"]), file["rewards"].astype(np.float64)
-    end, cut = file["terminations"], file["truncations"] & ~file["terminations"]
-    cut[-1] = not end[-1]
-    torch.manual_seed(args.seed)
-    actor = awr.Actor(1, 3 if discrete else 1, 16, discrete)
-    value = awr.mlp(1, 16, 1)
-    actor_opt = torch.optim.Adam(actor.parameters(), 1e-2)
-    value_opt = torch.optim.Adam(value.parameters(), 1e-2)
-    generator = torch.Generator().manual_seed(args.seed)
-
-    # the constant and the scale of V: solve c = mean(M) + mean(D) c
-    finite, discount = np.zeros(300), np.zeros(300)
-    for t in reversed(range(300)):
-        over = end[t] or cut[t]
-        finite[t] = reward[t] + (0 if over else args.gamma * finite[t + 1])
-        discount[t] = args.gamma * (cut[t] if over else discount[t + 1])
-    center = finite.mean() / (1 - discount.mean())
-    scale = (finite + discount * center).std(ddof=1)
-
-    def v(s):
-        return center + scale * value(s)[:, 0]
-
+    hand = ByHand(awr, args, tmp_path)
+    awr.train(hand.args)
     for step in range(8):
         if step % 3 == 0:
+            returns = hand.returns()
             with torch.no_grad():
-                v_next = v(next_obs).double().numpy()
-                returns = np.zeros(300)
-                for t in reversed(range(300)):
-                    if end[t]:
-                        returns[t] = reward[t]
-                    else:
-                        future = v_next[t] if cut[t] else 0.2 * v_next[t] + 0.8 * returns[t + 1]
-                        returns[t] = reward[t] + args.gamma * future
-                returns = T(returns).float()
-                everything = returns - v(obs)
-        index = torch.randint(300, (32,), generator=generator)
-        s, a, target = obs[index], action[index], returns[index]
-        loss = ((v(s) - target) ** 2).sum() / 64
-        value_opt.zero_grad()
-        loss.backward()
-        value_opt.step()
+                everything = returns - hand.v(hand.obs)
+        index = hand.draw()
+        hand.step(hand.value_opt, ((hand.v(hand.obs[index]) - returns[index]) ** 2).sum() / 64)
         if step < 2:
             continue
         with torch.no_grad():
-            advantage = target - v(s)
+            advantage = returns[index] - hand.v(hand.obs[index])
             if normalize:
                 advantage = (advantage - everything.mean()) / (everything.std(correction=0) + 1e-5)
             weight = torch.exp(advantage / 0.6).clamp(max=2.0)
-        output = actor.net(s)
-        if discrete:
-            log_prob = torch.distributions.Categorical(logits=output).log_prob(a - 5)
-        else:
-            log_std = -5 + 3.5 * (1 + torch.tanh(output[:, 1:]))
-            pi = torch.distributions.Normal(output[:, :1], log_std.exp())
-            clipped = a.clamp(-0.999, 0.999)
-            log_prob = (pi.log_prob(torch.atanh(clipped)) - torch.log(1 - clipped**2))[:, 0]
-        actor_opt.zero_grad()
-        (-(weight * log_prob).sum() / 32).backward()
-        actor_opt.step()
+        hand.step(hand.actor_opt, -(weight * hand.log_prob(index)).sum() / 32)
 
     trained = load(args.run_dir)
-    expected = torch.cat([p.detach().flatten() for p in (*actor.parameters(), *value.parameters())])
-    actual = torch.cat([trained["actor"][key].flatten() for key in trained["actor"]])
-    v_state = [tensor.flatten() for key, tensor in trained["value"].items() if "net" in key]
-    torch.testing.assert_close(torch.cat([actual, *v_state]), expected, rtol=1e-3, atol=2e-5)
+    hand.assert_same_networks(trained)
     torch.testing.assert_close(trained["returns"], returns, rtol=1e-4, atol=1e-4)

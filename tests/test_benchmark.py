@@ -1,5 +1,6 @@
 """benchmark/run.py runs what is not done, goes on with what was cut off, reports what failed."""
 
+import csv
 import json
 import os
 import signal
@@ -12,7 +13,7 @@ import pytest
 from conftest import ROOT, load
 
 import common
-from benchmark import run, speed
+from benchmark import run, speed, weights
 
 sys.path.insert(0, str(ROOT / "benchmark" / "data"))
 import make
@@ -145,3 +146,17 @@ def test_every_peer_has_a_script_and_a_package():
         for peer in peers:
             assert peer in speed.PACKAGES
             assert (ROOT / "benchmark" / "peers" / f"{peer}_{algo}.py").is_file()
+
+
+def test_published_weights(tmp_path):
+    """The shares of the behaviours add up, cloning is the limit of a high temperature, and the
+    picture can be drawn from the file."""
+    with open(ROOT / "benchmark" / "results" / "weights.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    for row in rows:
+        shares = [float(value) for name, value in row.items() if name.startswith("noise")]
+        assert len(shares) == 5 and sum(shares) == pytest.approx(1, abs=1e-3)
+    warm = [row for row in rows if row["method"] in ("AWR", "MARWIL") and float(row["beta"]) == 30]
+    assert len(warm) == 2 and all(float(row["ess"]) > 0.99 for row in warm)
+    weights.draw(rows, tmp_path / "weights.png")
+    assert (tmp_path / "weights.png").stat().st_size > 10_000
