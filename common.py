@@ -279,7 +279,8 @@ def validate(fields: dict[str, np.ndarray], env: gym.Env) -> dict[str, np.ndarra
             f"action {fields['action'][row]} in row {row} is not in {allowed} of {env.spec.id}"
         )
         raise InputError(one_line(f"{message} (actions are in the environment's own units)"))
-    obs_dtype = np.uint8 if obs_space.dtype == np.uint8 else np.float32
+    is_image = obs_space.dtype == np.uint8 and len(obs_space.shape) > 1
+    obs_dtype = np.uint8 if is_image else np.float32
     if obs_dtype == np.uint8 and fields["obs"].dtype != np.uint8:
         raise InputError(f"observations holds {fields['obs'].dtype}, the environment's are uint8")
 

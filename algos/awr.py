@@ -4,26 +4,27 @@ Paper: "Advantage-Weighted Regression: Simple and Scalable Off-Policy Reinforcem
 X. B. Peng, A. Kumar, G. Zhang, S. Levine, 2019, arXiv:1910.00177.
 
 Idea: clone the actions of a fixed dataset, each weighted by how much better things went after it
-than was to be expected in its state. Two regressions, nothing else: one for the expectation, one
-for the policy.
+than V expects in its state. Two regressions, nothing else: one for V, one for the policy.
 
 Equations:
     return      R_t = r_t + gamma ((1 - lambda) V(s_{t+1}) + lambda R_{t+1})
-                cut where an episode ends: R = r if it terminated, r + gamma V(s') if truncated
+                on the last step of an episode: r if it terminated, r + gamma V(s') if truncated
     value       minimise (R - V(s))^2 / 2
-    advantage   A = R - V(s), standardised over the dataset: (A - mean) / std
-    actor       maximise min(exp(A / beta), max_weight) log pi(a|s); no gradient through the weight
+    advantage   A = R - V(s), with V after its step
+                Z = (A - mean) / std, mean and std of A over the whole dataset
+    actor       maximise min(exp(Z / beta), max_weight) log pi(a|s); no gradient through the weight
 
 Differences from the paper:
-    - Offline: the data is given and stays. The paper collects more between iterations; one
-      iteration here is refresh_interval updates, after which R is computed anew with the V of then.
+    - Offline: the data is given and stays. The paper collects more in every iteration; here, one
+      iteration is refresh_interval updates, after which R, mean and std are computed again. V
+      bootstraps once per iteration: lower it if lambda is small or episodes are short fragments.
     - lambda = 1, the plain discounted return, which trusts V only where an episode was cut. The
       paper's value: --td-lambda 0.95.
     - Advantages are standardised, as in the authors' code, so that beta = 1 fits any reward. The
       paper's text has beta = 0.05 for raw advantages: --no-normalize-advantage --beta 0.05.
-    - V and the policy take turns within an update instead of hundreds of steps each; V has a head
-      start (value_warmup), since the advantages of an untrained V are noise.
-    - A learned std, Adam, and wider networks instead of a fixed std, SGD and 128 x 64 units:
+    - An update is one step of V and one of the policy; the paper takes hundreds of the one, then
+      hundreds of the other. V has a head start (value_warmup): before, its advantages are noise.
+    - A learned std, Adam and two layers of 256 instead of a fixed std, SGD and 128 x 64 units:
       today's defaults, the same in all our offline files.
     - Observations are standardised with the mean and std of the dataset.
 
@@ -65,7 +66,7 @@ import tyro
 class Args:
     env_id: str = "Pendulum-v1"  # Gymnasium environment
     seed: int = 1  # same seed, same machine: same numbers to the last bit
-    dataset: str = "auto"  # auto (shipped with us, else random) | random:N | PATH.npz | minari:ID
+    dataset: str = "auto"  # auto (ours, else random) | random | random:N | PATH.npz | minari:ID
     reward_scale: float = 1.0  # training sees reward_scale * reward + reward_shift
     reward_shift: float = 0.0  # see reward_scale
     normalize_reward: bool = False  # first scale rewards so that the data's returns span 1000
@@ -82,8 +83,8 @@ class Args:
     eval_seed: int = 10_000  # evaluation episode i starts from eval_seed + i
     target_return: float | None = None  # stop when an evaluation's mean return gets there
     patience: int | None = None  # stop after this many evaluations without a better one
-    checkpoint_interval: int = 5_000  # the same between checkpoints; Ctrl-C and SIGTERM save, too
-    log_interval: int = 100  # the same between lines in the logs
+    checkpoint_interval: int = 5_000  # updates (or steps) between saves; Ctrl-C, SIGTERM save, too
+    log_interval: int = 100  # updates (or steps) between entries in the logs
     run_dir: str | None = None  # folder of the run [runs/<algo>__<env>__<seed>__<time>]
     resume: str | None = None  # folder of a run to go on with; its flags hold, budgets may change
     evaluate: str | None = None  # checkpoint to evaluate instead of training
@@ -98,8 +99,8 @@ class Args:
     max_weight: float = 20.0  # upper clip of exp weights
     normalize_advantage: bool = True  # standardise A over the dataset
     td_lambda: float = 1.0  # lambda of the returns; 1: discounted sum of rewards, 0: one-step TD
-    refresh_interval: int = 1_000  # updates between new returns of all data, with the V of then
-    value_warmup: int = 1_000  # first updates, of V alone
+    refresh_interval: int = 1_000  # updates between new returns; lower it if lambda is small
+    value_warmup: int = 1_000  # the first updates train V alone
 
 
 if __name__ == "__main__":  # parsed here for --help and typos, which need not wait for torch
@@ -121,7 +122,7 @@ def check_args(args: Args) -> None:
     """Refuse what would waste a run, before it begins."""
     positive = (
         "total_updates total_epochs batch_size reward_scale learning_rate hidden_dim eval_interval "
-        "eval_episodes patience checkpoint_interval log_interval torch_threads beta max_weight "
+        "eval_episodes patience checkpoint_interval log_interval torch_threads beta "
         "refresh_interval"
     )
     values = {name: getattr(args, name) for name in positive.split()}
@@ -134,6 +135,7 @@ def check_args(args: Args) -> None:
         ("learning_rate", "finite", args.learning_rate < math.inf),
         ("gamma", "in [0, 1)", 0 <= args.gamma < 1),
         ("warmup_updates", ">= 0", args.warmup_updates >= 0),
+        ("max_weight", ">= 1", args.max_weight >= 1),
         ("td_lambda", "in [0, 1]", 0 <= args.td_lambda <= 1),
         ("value_warmup", ">= 0", args.value_warmup >= 0),
         ("record", "a name that ends in .npz", (args.record or ".npz").endswith(".npz")),
@@ -196,7 +198,7 @@ class TanhGaussian(NamedTuple):
 
     def log_prob(self, action: torch.Tensor) -> torch.Tensor:
         """log pi(a|s) of actions of the data. [B, A] -> [B]"""
-        # at +-1 atanh is infinite, and next to it a row would outweigh all others
+        # at +-1 atanh is infinite, and close to it so large that one row would rule the loss
         u = torch.atanh(action.clamp(-0.999, 0.999))  # [B, A]
         return tanh_gaussian_log_prob(self.mean, self.log_std, u)
 
@@ -227,7 +229,7 @@ class Categorical(NamedTuple):
 
 
 class Actor(nn.Module):
-    """pi(.|s); the kind of action decides about the head, and about nothing else."""
+    """pi(.|s). Only the output layer depends on the kind of action."""
 
     LOG_STD_MIN, LOG_STD_MAX = -5.0, 2.0
 
@@ -235,7 +237,7 @@ class Actor(nn.Module):
         super().__init__()
         self.discrete = discrete
         self.net = mlp(obs_dim, hidden_dim, action_dim if discrete else 2 * action_dim)
-        with torch.no_grad():  # start in the middle: no action is preferred, std is the same
+        with torch.no_grad():  # start without a preference, with the same std in every state
             self.net[-1].weight.mul_(0.01)
             self.net[-1].bias.zero_()
 
@@ -271,7 +273,7 @@ def value_of_all(value: Value, obs: torch.Tensor) -> torch.Tensor:
 
 
 class Buffer:
-    """The dataset as tensors on the device; a minibatch is drawn i.i.d. with one index call."""
+    """The dataset as tensors on the device; rows are drawn i.i.d., whatever their episode."""
 
     def __init__(self, dataset: common.Dataset, device: torch.device):
         self.obs, self.action = dataset.obs.to(device), dataset.action.to(device)
@@ -284,7 +286,7 @@ class Buffer:
 
     @torch.no_grad()
     def refresh(self, value: Value, gamma: float, td_lambda: float) -> torch.Tensor:
-        """New returns for all rows, with the V of now. -> their advantages [N]"""
+        """Returns of all rows with the current V. -> their advantages [N], which AWR scales with"""
         v = value_of_all(value, self.obs)  # [N]
         next_v = v.roll(-1)  # the next row holds the next state ...
         next_v[self.last] = value_of_all(value, self.final_obs)  # ... but not where episodes end
@@ -313,7 +315,7 @@ def lambda_returns(
     """R_t = r_t + gamma ((1 - lambda) V(s_{t+1}) + lambda R_{t+1}), all [N]
 
     That is a plain return of the rewards r_t + gamma (1 - lambda) V(s_{t+1}), discounted with
-    gamma lambda. Behind the last row of an episode stands 0 if it terminated, V(s') if truncated.
+    gamma lambda. After the last row of an episode comes 0 if it terminated, V(s') if truncated.
     """
     assert reward.shape == terminated.shape == truncated.shape == next_value.shape
     bootstrap = gamma * (1 - td_lambda) * next_value.masked_fill(terminated, 0.0)  # [N]
@@ -335,7 +337,7 @@ def standardize(advantage: torch.Tensor, mean: torch.Tensor, std: torch.Tensor) 
 
 
 def awr_weight(advantage: torch.Tensor, beta: float, max_weight: float) -> torch.Tensor:
-    """min(exp(A / beta), max_weight), clipped before exp so that it cannot overflow. [B] -> [B]"""
+    """min(exp(A / beta), max_weight), clipped before exp so that it cannot overflow. -> [B]"""
     return torch.exp((advantage / beta).clamp(max=math.log(max_weight)))
 
 
@@ -596,21 +598,21 @@ def train(args: Args) -> dict[str, float]:
     total = args.total_updates
     if args.total_epochs is not None:
         total = args.total_epochs * math.ceil(len(dataset) / args.batch_size)
-    if args.value_warmup >= total:
-        raise InputError(f"value_warmup must be below the budget of {total}: the actor never moves")
 
     # networks
     actor = Actor(obs_dim, action_dim, args.hidden_dim, discrete).to(device)
     value = Value(obs_dim, args.hidden_dim).to(device)
-    # V starts at the constant c that is the mean of the returns it makes: c = mean(M + D c)
+    # V starts at the constant k that is the mean of its own returns: k = mean(finite + discount k),
+    # and works at their scale
     finite_part, discount, _ = common.returns_to_go(
         dataset.reward, dataset.terminated, dataset.truncated, args.gamma
     )
     constant = finite_part.mean() / (1 - discount.mean())
     value.mean.copy_(constant)
     value.std.copy_((finite_part + discount * constant).std().clamp(min=1e-6))
+    eps = 1e-8 * min(1.0, value.std.item() ** 2)  # Adam's own would hide gradients of small rewards
     actor_opt = torch.optim.Adam(actor.parameters(), args.learning_rate, fused=True)
-    value_opt = torch.optim.Adam(value.parameters(), args.learning_rate, fused=True)
+    value_opt = torch.optim.Adam(value.parameters(), args.learning_rate, eps=eps, fused=True)
     parts = {"actor": actor, "value": value, "actor_opt": actor_opt, "value_opt": value_opt}
 
     # resume
@@ -624,7 +626,7 @@ def train(args: Args) -> dict[str, float]:
             raise InputError(f"{run_dir} is counted in epochs: give --total-epochs instead")
         if checkpoint["step"] >= total:
             done = f"{run_dir} is at update {checkpoint['step']} already"
-            raise InputError(f"{done}: give it a budget above that, for example --total-updates")
+            raise InputError(f"{done}: give it a larger budget")
         for name, part in parts.items():
             part.load_state_dict(checkpoint[name])
         generator.set_state(checkpoint["generator"])
@@ -633,6 +635,9 @@ def train(args: Args) -> dict[str, float]:
         advantage_std = checkpoint["advantage_std"].to(device)
         step, log_position = checkpoint["step"], checkpoint["log_position"]
         best_return, evals_since_best = checkpoint["best_return"], checkpoint["evals_since_best"]
+    if args.value_warmup >= total:
+        nothing = f"value_warmup {args.value_warmup} leaves the actor no update of {total}"
+        raise InputError(f"{nothing}: lower it, or raise the budget")
     args = replace(args, resume=None)
     if args.compile:
         for network in (actor, value):
@@ -645,28 +650,31 @@ def train(args: Args) -> dict[str, float]:
     args_json = json.dumps(asdict(args), indent=2).encode()
     save_atomically(f"{run_dir}/args.json", lambda file: file.write(args_json))
     logger = Logger(run_dir, total, args.quiet, **log_position)
+    episode_returns = dataset.episode_returns
     logger.line(
         f"{ALGO} on {args.env_id}: {len(dataset):,} transitions of {dataset.source},"
-        f" {len(dataset.episode_returns)} episodes, return {dataset.episode_returns.mean():.1f}"
+        f" {len(episode_returns)} episodes, mean return {episode_returns.mean():.1f}"
         f"\nrun: {run_dir} on {device}"
     )
     if step == 0:
-        logger.scalars(0, {"stats/behaviour_return": dataset.episode_returns.mean()})
+        logger.scalars(0, {"stats/behaviour_return": episode_returns.mean()})
         policy = make_policy(actor, obs_mean, obs_std, env.action_space)
-        returns = common.evaluate(policy, args.env_id, args.eval_episodes, args.eval_seed)
-        logger.evaluation(0, returns)
+        eval_returns = common.evaluate(policy, args.env_id, args.eval_episodes, args.eval_seed)
+        logger.evaluation(0, eval_returns)
+        if args.value_warmup > 0:
+            logger.line(f"updates 1 to {args.value_warmup:,} train V alone (value_warmup)")
 
     # loop
     stop_reason, exit_signal = "", 0
     with StopSignal() as stop_signal:
         while not stop_reason:
             step += 1
+            factor = lr_factor(step, total, args.lr_schedule, args.warmup_updates)
             for opt in (actor_opt, value_opt):
-                factor = lr_factor(step, total, args.lr_schedule, args.warmup_updates)
                 opt.param_groups[0]["lr"] = args.learning_rate * factor
 
-            # 1. now and then: returns and advantages of all data, with the V of now
-            if (step - 1) % args.refresh_interval == 0:
+            # 1. returns and advantages of all data, with the current V
+            if (step - 1) % args.refresh_interval == 0 or step == args.value_warmup + 1:
                 advantage = buffer.refresh(value, args.gamma, args.td_lambda)  # [N]
                 advantage_mean, advantage_std = advantage.mean(), advantage.std(correction=0)
 
@@ -696,7 +704,8 @@ def train(args: Args) -> dict[str, float]:
             # 5. log, evaluate, stop, save
             if step % args.log_interval == 0:
                 weight = awr_weight(scaled_advantage, args.beta, args.max_weight)
-                unexplained = advantage.var(correction=0) / (returns.var(correction=0) + 1e-8)
+                unexplained = advantage.var(correction=0) / (returns.var(correction=0) + 1e-20)
+                clipped = (weight > 0.999 * args.max_weight).float().mean()
                 statistics = {
                     "charts/updates_per_second": logger.speed(step),
                     "charts/learning_rate": actor_opt.param_groups[0]["lr"],
@@ -708,25 +717,31 @@ def train(args: Args) -> dict[str, float]:
                     "stats/advantage_std": advantage.std(correction=0).item(),
                     "stats/weight_mean": weight.mean().item(),
                     "stats/weight_max": weight.max().item(),
+                    "stats/weight_clipped": clipped.item(),
                     "stats/weight_ess": effective_sample_size(weight).item(),
                     "stats/log_prob": log_prob.mean().item(),
                     **pi.statistics(),
                 }
                 logger.scalars(step, statistics)
                 logger.progress(step)
-                if not math.isfinite(statistics["losses/value"]):
-                    raise InputError(f"V diverged at update {step}: lower --learning-rate")
+                for name in ("losses/value", "losses/actor"):
+                    if not math.isfinite(statistics[name]):
+                        message = f"{name} is {statistics[name]} at update {step}: it diverged"
+                        raise InputError(f"{message}; lower --learning-rate or --max-weight")
             is_best = False
             if step == total:
                 stop_reason = "the budget is spent"
-            if step % args.eval_interval == 0 or step == total:
+            actor_has_moved = step > args.value_warmup
+            if (step % args.eval_interval == 0 and actor_has_moved) or step == total:
                 policy = make_policy(actor, obs_mean, obs_std, env.action_space)
-                returns = common.evaluate(policy, args.env_id, args.eval_episodes, args.eval_seed)
-                logger.evaluation(step, returns)
-                is_best = returns.mean() > best_return
+                eval_returns = common.evaluate(
+                    policy, args.env_id, args.eval_episodes, args.eval_seed
+                )
+                logger.evaluation(step, eval_returns)
+                is_best = eval_returns.mean() > best_return
                 evals_since_best = 0 if is_best else evals_since_best + 1
-                best_return = max(best_return, returns.mean().item())
-                if args.target_return is not None and returns.mean() >= args.target_return:
+                best_return = max(best_return, eval_returns.mean().item())
+                if args.target_return is not None and eval_returns.mean() >= args.target_return:
                     stop_reason = f"an evaluation reached the target of {args.target_return}"
                 elif args.patience is not None and evals_since_best >= args.patience:
                     stop_reason = f"the last {args.patience} evaluations were not better"
@@ -754,7 +769,8 @@ def train(args: Args) -> dict[str, float]:
                 save_atomically(checkpoint_path, partial(torch.save, checkpoint))
 
     command, run = f"python {sys.argv[0]}", shlex.quote(run_dir)
-    more = "" if step < total else " --total-updates <more>"
+    budget = "total-updates" if args.total_epochs is None else "total-epochs"
+    more = "" if step < total else f" --{budget} <more>"
     saved = "best.pt" if best_return > -math.inf else "checkpoint.pt"
     logger.line(
         f"stopped at update {step:,}: {stop_reason}"

@@ -73,7 +73,7 @@ import tyro
 class Args:
     env_id: str = "Pendulum-v1"  # Gymnasium environment
     seed: int = 1  # same seed, same machine: same numbers to the last bit
-    dataset: str = "auto"  # auto (shipped with us, else random) | random:N | PATH.npz | minari:ID
+    dataset: str = "auto"  # auto (ours, else random) | random | random:N | PATH.npz | minari:ID
     reward_scale: float = 0.1  # training sees reward_scale * reward + reward_shift
     reward_shift: float = 0.0  # see reward_scale
     normalize_reward: bool = False  # first scale rewards so that the data's returns span 1000
@@ -90,8 +90,8 @@ class Args:
     eval_seed: int = 10_000  # evaluation episode i starts from eval_seed + i
     target_return: float | None = None  # stop when an evaluation's mean return gets there
     patience: int | None = None  # stop after this many evaluations without a better one
-    checkpoint_interval: int = 5_000  # the same between checkpoints; Ctrl-C and SIGTERM save, too
-    log_interval: int = 100  # the same between lines in the logs
+    checkpoint_interval: int = 5_000  # updates (or steps) between saves; Ctrl-C, SIGTERM save, too
+    log_interval: int = 100  # updates (or steps) between entries in the logs
     run_dir: str | None = None  # folder of the run [runs/<algo>__<env>__<seed>__<time>]
     resume: str | None = None  # folder of a run to go on with; its flags hold, budgets may change
     evaluate: str | None = None  # checkpoint to evaluate instead of training
@@ -107,7 +107,7 @@ class Args:
     beta: float = 1.0  # temperature of exp weights (inf: behaviour cloning) and of CWP
     max_weight: float = 20.0  # upper clip of exp weights
     num_action_samples: int = 4  # M, actions that the baseline is made of (discrete: all of them)
-    num_cwp_samples: int = 0  # K > 0: evaluation draws one of K actions with softmax(Q / beta)
+    num_cwp_samples: int = 0  # K > 0: evaluate one of K (discrete: all) actions, softmax(Q / beta)
     tau: float = 0.005  # how far the targets move towards the networks; 1: hard copy
     target_interval: int = 1  # updates between target updates
 
@@ -131,7 +131,7 @@ def check_args(args: Args) -> None:
     """Refuse what would waste a run, before it begins."""
     positive = (
         "total_updates total_epochs batch_size reward_scale learning_rate hidden_dim eval_interval "
-        "eval_episodes patience checkpoint_interval log_interval torch_threads beta max_weight "
+        "eval_episodes patience checkpoint_interval log_interval torch_threads beta "
         "num_action_samples target_interval"
     )
     values = {name: getattr(args, name) for name in positive.split()}
@@ -144,6 +144,7 @@ def check_args(args: Args) -> None:
         ("learning_rate", "finite", args.learning_rate < math.inf),
         ("gamma", "in [0, 1)", 0 <= args.gamma < 1),
         ("warmup_updates", ">= 0", args.warmup_updates >= 0),
+        ("max_weight", ">= 1", args.max_weight >= 1),
         ("num_cwp_samples", ">= 0", args.num_cwp_samples >= 0),
         ("tau", "in (0, 1]", 0 < args.tau <= 1),
         ("record", "a name that ends in .npz", (args.record or ".npz").endswith(".npz")),
@@ -206,7 +207,7 @@ class TanhGaussian(NamedTuple):
 
     def log_prob(self, action: torch.Tensor) -> torch.Tensor:
         """log pi(a|s) of actions of the data. [B, A] -> [B]"""
-        # at +-1 atanh is infinite, and next to it a row would outweigh all others
+        # at +-1 atanh is infinite, and close to it so large that one row would rule the loss
         u = torch.atanh(action.clamp(-0.999, 0.999))  # [B, A]
         return tanh_gaussian_log_prob(self.mean, self.log_std, u)
 
@@ -237,7 +238,7 @@ class Categorical(NamedTuple):
 
 
 class Actor(nn.Module):
-    """pi(.|s); the kind of action decides about the head, and about nothing else."""
+    """pi(.|s). Only the output layer depends on the kind of action."""
 
     LOG_STD_MIN, LOG_STD_MAX = -5.0, 2.0
 
@@ -245,7 +246,7 @@ class Actor(nn.Module):
         super().__init__()
         self.discrete = discrete
         self.net = mlp(obs_dim, hidden_dim, action_dim if discrete else 2 * action_dim)
-        with torch.no_grad():  # start in the middle: no action is preferred, std is the same
+        with torch.no_grad():  # start without a preference, with the same std in every state
             self.net[-1].weight.mul_(0.01)
             self.net[-1].bias.zero_()
 
@@ -303,7 +304,7 @@ def candidate_actions(
 
 
 class Buffer:
-    """The dataset as tensors on the device; a minibatch is drawn i.i.d. with one index call."""
+    """The dataset as tensors on the device; rows are drawn i.i.d., whatever their episode."""
 
     def __init__(self, dataset: common.Dataset, device: torch.device):
         fields = (dataset.obs, dataset.action, dataset.reward, dataset.next_obs, dataset.terminated)
@@ -615,6 +616,8 @@ def train(args: Args) -> dict[str, float]:
     args = replace(args, device=device.type)  # a resumed run must not change it: bits would differ
     env = common.make_env(args.env_id)
     obs_dim, action_dim, discrete = check_spaces(env)
+    if discrete and (args.advantage_type, args.weight_type) == ("max", "binary"):
+        raise InputError("max over all discrete actions is never below Q(s, a): use exp weights")
     now, env_name = time.strftime("%Y%m%d-%H%M%S"), re.sub(r"\W", "-", args.env_id)
     run_dir = args.resume or args.run_dir or f"runs/{ALGO}__{env_name}__{args.seed}__{now}"
     checkpoint_path, best_path = (f"{run_dir}/{name}.pt" for name in ("checkpoint", "best"))
@@ -677,7 +680,7 @@ def train(args: Args) -> dict[str, float]:
             raise InputError(f"{run_dir} is counted in epochs: give --total-epochs instead")
         if checkpoint["step"] >= total:
             done = f"{run_dir} is at update {checkpoint['step']} already"
-            raise InputError(f"{done}: give it a budget above that, for example --total-updates")
+            raise InputError(f"{done}: give it a larger budget")
         for name, part in parts.items():
             part.load_state_dict(checkpoint[name])
         generator.set_state(checkpoint["generator"])
@@ -695,24 +698,25 @@ def train(args: Args) -> dict[str, float]:
     args_json = json.dumps(asdict(args), indent=2).encode()
     save_atomically(f"{run_dir}/args.json", lambda file: file.write(args_json))
     logger = Logger(run_dir, total, args.quiet, **log_position)
+    episode_returns = dataset.episode_returns
     logger.line(
         f"{ALGO} on {args.env_id}: {len(dataset):,} transitions of {dataset.source},"
-        f" {len(dataset.episode_returns)} episodes, return {dataset.episode_returns.mean():.1f}"
+        f" {len(episode_returns)} episodes, mean return {episode_returns.mean():.1f}"
         f"\nrun: {run_dir} on {device}"
     )
     if step == 0:
-        logger.scalars(0, {"stats/behaviour_return": dataset.episode_returns.mean()})
+        logger.scalars(0, {"stats/behaviour_return": episode_returns.mean()})
         policy = make_policy(actor, critic, obs_mean, obs_std, env.action_space, args)
-        returns = common.evaluate(policy, args.env_id, args.eval_episodes, args.eval_seed)
-        logger.evaluation(0, returns)
+        eval_returns = common.evaluate(policy, args.env_id, args.eval_episodes, args.eval_seed)
+        logger.evaluation(0, eval_returns)
 
     # loop
     stop_reason, exit_signal = "", 0
     with StopSignal() as stop_signal:
         while not stop_reason:
             step += 1
+            factor = lr_factor(step, total, args.lr_schedule, args.warmup_updates)
             for opt in (actor_opt, critic_opt):
-                factor = lr_factor(step, total, args.lr_schedule, args.warmup_updates)
                 opt.param_groups[0]["lr"] = args.learning_rate * factor
 
             # 1. sample a minibatch
@@ -767,19 +771,23 @@ def train(args: Args) -> dict[str, float]:
                 }
                 logger.scalars(step, statistics)
                 logger.progress(step)
-                if not math.isfinite(statistics["losses/critic"]):
-                    raise InputError(f"the critic diverged at update {step}: lower --learning-rate")
+                for name in ("losses/critic", "losses/actor"):
+                    if not math.isfinite(statistics[name]):
+                        message = f"{name} is {statistics[name]} at update {step}: it diverged"
+                        raise InputError(f"{message}; lower --learning-rate or --max-weight")
             is_best = False
             if step == total:
                 stop_reason = "the budget is spent"
             if step % args.eval_interval == 0 or step == total:
                 policy = make_policy(actor, critic, obs_mean, obs_std, env.action_space, args)
-                returns = common.evaluate(policy, args.env_id, args.eval_episodes, args.eval_seed)
-                logger.evaluation(step, returns)
-                is_best = returns.mean() > best_return
+                eval_returns = common.evaluate(
+                    policy, args.env_id, args.eval_episodes, args.eval_seed
+                )
+                logger.evaluation(step, eval_returns)
+                is_best = eval_returns.mean() > best_return
                 evals_since_best = 0 if is_best else evals_since_best + 1
-                best_return = max(best_return, returns.mean().item())
-                if args.target_return is not None and returns.mean() >= args.target_return:
+                best_return = max(best_return, eval_returns.mean().item())
+                if args.target_return is not None and eval_returns.mean() >= args.target_return:
                     stop_reason = f"an evaluation reached the target of {args.target_return}"
                 elif args.patience is not None and evals_since_best >= args.patience:
                     stop_reason = f"the last {args.patience} evaluations were not better"
@@ -804,7 +812,8 @@ def train(args: Args) -> dict[str, float]:
                 save_atomically(checkpoint_path, partial(torch.save, checkpoint))
 
     command, run = f"python {sys.argv[0]}", shlex.quote(run_dir)
-    more = "" if step < total else " --total-updates <more>"
+    budget = "total-updates" if args.total_epochs is None else "total-epochs"
+    more = "" if step < total else f" --{budget} <more>"
     saved = "best.pt" if best_return > -math.inf else "checkpoint.pt"
     logger.line(
         f"stopped at update {step:,}: {stop_reason}"

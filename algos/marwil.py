@@ -1,29 +1,33 @@
-"""MARWIL: Monotonic Advantage Re-Weighted Imitation Learning. Offline RL, continuous or discrete
-actions.
+"""MARWIL: monotonic advantage re-weighted imitation learning. Offline, any kind of action.
 
 Paper: "Exponentially Weighted Imitation Learning for Batched Historical Data", Q. Wang, J. Xiong,
-L. Han, P. Sun, H. Liu, T. Zhang, NeurIPS 2018. No code by the authors; RLlib's is the reference.
+L. Han, P. Sun, H. Liu, T. Zhang, NeurIPS 2018. The authors published no code; RLlib has it.
 
 Idea: clone the actions of a fixed dataset, each weighted by how much better things went after it
-than was to be expected in its state. As in AWR, but advantages are divided by a running norm, which
-makes beta free of the reward's scale, and one loss trains the policy and the value together.
+than V expects in its state. As in AWR (which came later), with two ideas of its own: a running norm
+takes the reward's scale out of the weights, and one loss trains the policy and V together, from
+the first update on.
 
 Equations:
     return      R_t = r_t + gamma ((1 - lambda) V(s_{t+1}) + lambda R_{t+1})
-                cut where an episode ends: R = r if it terminated, r + gamma V(s') if truncated
-    advantage   A = R - V(s)
+                on the last step of an episode: r if it terminated, r + gamma V(s') if truncated
+    advantage   A = R - V(s), with V before its step
     norm        c^2 <- c^2 + norm_rate (mean_b A_b^2 - c^2), before it is used
     loss        minimise A^2 / 2 - min(exp(beta A / c), max_weight) log pi(a|s)
-                no gradient through the weight; beta = 0: -log pi(a|s) alone, behaviour cloning
+                V learns from the first term, the policy from the second; no gradient through the
+                weight. beta = 0: -log pi(a|s) alone, behaviour cloning, V is not trained
 
 Differences from the paper:
-    - c^2 starts from the first batch and moves by 1e-3 per update. From RLlib's 100 at the paper's
-      rate of 1e-8 it never gets anywhere: c = 10 for good, whatever the rewards. RLlib's setting:
-      --norm-start 100 --norm-rate 1e-8 --max-weight inf.
+    - c^2 starts from the first batch and moves by 1e-3 of the way to each batch's mean A^2. RLlib
+      starts it at 100, where the paper's rate of 1e-8 all but keeps it: c = 10 unless rewards are
+      huge, and on Pendulum single rows decide. --norm-start 100 --norm-rate 1e-8 --max-weight inf
     - Weights are clipped, since a single exp(beta A / c) can outweigh a batch.
-    - No coefficient for A^2 / 2: policy and value share no weights, so that Adam would undo it.
-    - Returns are computed anew every refresh_interval updates, with the V of then: V matters only
-      where an episode was cut, and there it should not chase itself.
+    - No coefficient for A^2 / 2: policy and V share no weights, and Adam's step does not change
+      if a loss is scaled.
+    - Returns are computed again every refresh_interval updates. With lambda = 1, the paper's, V is
+      in them only where an episode was truncated. A lambda below 1 is our option; lower the
+      interval with it, since V bootstraps once per interval. The same for short fragments.
+    - Adam and two layers of 256: the same in all our offline files.
     - Observations are standardised with the mean and std of the dataset.
 
 Shapes: N rows of data, B batch, O observation, A action (discrete: one-hot), E evaluation episodes.
@@ -64,7 +68,7 @@ import tyro
 class Args:
     env_id: str = "Pendulum-v1"  # Gymnasium environment
     seed: int = 1  # same seed, same machine: same numbers to the last bit
-    dataset: str = "auto"  # auto (shipped with us, else random) | random:N | PATH.npz | minari:ID
+    dataset: str = "auto"  # auto (ours, else random) | random | random:N | PATH.npz | minari:ID
     reward_scale: float = 1.0  # training sees reward_scale * reward + reward_shift
     reward_shift: float = 0.0  # see reward_scale
     normalize_reward: bool = False  # first scale rewards so that the data's returns span 1000
@@ -81,8 +85,8 @@ class Args:
     eval_seed: int = 10_000  # evaluation episode i starts from eval_seed + i
     target_return: float | None = None  # stop when an evaluation's mean return gets there
     patience: int | None = None  # stop after this many evaluations without a better one
-    checkpoint_interval: int = 5_000  # the same between checkpoints; Ctrl-C and SIGTERM save, too
-    log_interval: int = 100  # the same between lines in the logs
+    checkpoint_interval: int = 5_000  # updates (or steps) between saves; Ctrl-C, SIGTERM save, too
+    log_interval: int = 100  # updates (or steps) between entries in the logs
     run_dir: str | None = None  # folder of the run [runs/<algo>__<env>__<seed>__<time>]
     resume: str | None = None  # folder of a run to go on with; its flags hold, budgets may change
     evaluate: str | None = None  # checkpoint to evaluate instead of training
@@ -93,12 +97,12 @@ class Args:
     torch_threads: int | None = None  # CPU threads [all cores]
     compile: bool = False  # torch.compile the networks: slow to start, hardly faster on a CPU
     # MARWIL only
-    beta: float = 1.0  # sharpness of the weights exp(beta A / c); 0: behaviour cloning
+    beta: float = 1.0  # sharpness of the weights exp(beta A / c); 0: behaviour cloning without V
     max_weight: float = 20.0  # upper clip of exp weights
     norm_start: float | None = None  # c^2 before the first update [mean A^2 of the first batch]
     norm_rate: float = 1e-3  # how far c^2 moves towards the mean A^2 of each batch
     td_lambda: float = 1.0  # lambda of the returns; 1: discounted sum of rewards, 0: one-step TD
-    refresh_interval: int = 1_000  # updates between new returns of all data, with the V of then
+    refresh_interval: int = 1_000  # updates between new returns; lower it if lambda is small
 
 
 if __name__ == "__main__":  # parsed here for --help and typos, which need not wait for torch
@@ -120,7 +124,7 @@ def check_args(args: Args) -> None:
     """Refuse what would waste a run, before it begins."""
     positive = (
         "total_updates total_epochs batch_size reward_scale learning_rate hidden_dim eval_interval "
-        "eval_episodes patience checkpoint_interval log_interval torch_threads max_weight "
+        "eval_episodes patience checkpoint_interval log_interval torch_threads "
         "norm_start refresh_interval"
     )
     values = {name: getattr(args, name) for name in positive.split()}
@@ -133,8 +137,9 @@ def check_args(args: Args) -> None:
         ("learning_rate", "finite", args.learning_rate < math.inf),
         ("gamma", "in [0, 1)", 0 <= args.gamma < 1),
         ("warmup_updates", ">= 0", args.warmup_updates >= 0),
+        ("max_weight", ">= 1", args.max_weight >= 1),
         ("beta", "in [0, inf)", 0 <= args.beta < math.inf),
-        ("norm_start", "finite", (args.norm_start or 1.0) < math.inf),
+        ("norm_start", "below 1e38", (args.norm_start or 1.0) < 1e38),
         ("norm_rate", "in [0, 1]", 0 <= args.norm_rate <= 1),
         ("td_lambda", "in [0, 1]", 0 <= args.td_lambda <= 1),
         ("record", "a name that ends in .npz", (args.record or ".npz").endswith(".npz")),
@@ -197,7 +202,7 @@ class TanhGaussian(NamedTuple):
 
     def log_prob(self, action: torch.Tensor) -> torch.Tensor:
         """log pi(a|s) of actions of the data. [B, A] -> [B]"""
-        # at +-1 atanh is infinite, and next to it a row would outweigh all others
+        # at +-1 atanh is infinite, and close to it so large that one row would rule the loss
         u = torch.atanh(action.clamp(-0.999, 0.999))  # [B, A]
         return tanh_gaussian_log_prob(self.mean, self.log_std, u)
 
@@ -228,7 +233,7 @@ class Categorical(NamedTuple):
 
 
 class Actor(nn.Module):
-    """pi(.|s); the kind of action decides about the head, and about nothing else."""
+    """pi(.|s). Only the output layer depends on the kind of action."""
 
     LOG_STD_MIN, LOG_STD_MAX = -5.0, 2.0
 
@@ -236,7 +241,7 @@ class Actor(nn.Module):
         super().__init__()
         self.discrete = discrete
         self.net = mlp(obs_dim, hidden_dim, action_dim if discrete else 2 * action_dim)
-        with torch.no_grad():  # start in the middle: no action is preferred, std is the same
+        with torch.no_grad():  # start without a preference, with the same std in every state
             self.net[-1].weight.mul_(0.01)
             self.net[-1].bias.zero_()
 
@@ -272,7 +277,7 @@ def value_of_all(value: Value, obs: torch.Tensor) -> torch.Tensor:
 
 
 class Buffer:
-    """The dataset as tensors on the device; a minibatch is drawn i.i.d. with one index call."""
+    """The dataset as tensors on the device; rows are drawn i.i.d., whatever their episode."""
 
     def __init__(self, dataset: common.Dataset, device: torch.device):
         self.obs, self.action = dataset.obs.to(device), dataset.action.to(device)
@@ -285,7 +290,7 @@ class Buffer:
 
     @torch.no_grad()
     def refresh(self, value: Value, gamma: float, td_lambda: float) -> torch.Tensor:
-        """New returns for all rows, with the V of now. -> their advantages [N]"""
+        """Returns of all rows with the current V. -> their advantages [N], which AWR scales with"""
         v = value_of_all(value, self.obs)  # [N]
         next_v = v.roll(-1)  # the next row holds the next state ...
         next_v[self.last] = value_of_all(value, self.final_obs)  # ... but not where episodes end
@@ -314,7 +319,7 @@ def lambda_returns(
     """R_t = r_t + gamma ((1 - lambda) V(s_{t+1}) + lambda R_{t+1}), all [N]
 
     That is a plain return of the rewards r_t + gamma (1 - lambda) V(s_{t+1}), discounted with
-    gamma lambda. Behind the last row of an episode stands 0 if it terminated, V(s') if truncated.
+    gamma lambda. After the last row of an episode comes 0 if it terminated, V(s') if truncated.
     """
     assert reward.shape == terminated.shape == truncated.shape == next_value.shape
     bootstrap = gamma * (1 - td_lambda) * next_value.masked_fill(terminated, 0.0)  # [N]
@@ -335,7 +340,7 @@ def update_norm(
 def marwil_weight(
     advantage: torch.Tensor, squared_norm: torch.Tensor, beta: float, max_weight: float
 ) -> torch.Tensor:
-    """min(exp(beta A / c), max_weight), clipped before exp: it cannot overflow. [B] -> [B]"""
+    """min(exp(beta A / c), max_weight), clipped before exp so that it cannot overflow. -> [B]"""
     exponent = beta * advantage / (squared_norm.sqrt() + 1e-8)
     return torch.exp(exponent.clamp(max=math.log(max_weight)))
 
@@ -610,16 +615,20 @@ def train(args: Args) -> dict[str, float]:
     # networks
     actor = Actor(obs_dim, action_dim, args.hidden_dim, discrete).to(device)
     value = Value(obs_dim, args.hidden_dim).to(device)
-    # V starts at the constant c that is the mean of the returns it makes: c = mean(M + D c)
+    # V starts at the constant k that is the mean of its own returns: k = mean(finite + discount k),
+    # and works at their scale
     finite_part, discount, _ = common.returns_to_go(
         dataset.reward, dataset.terminated, dataset.truncated, args.gamma
     )
     constant = finite_part.mean() / (1 - discount.mean())
     value.mean.copy_(constant)
     value.std.copy_((finite_part + discount * constant).std().clamp(min=1e-6))
-    squared_norm = None if args.norm_start is None else torch.tensor(args.norm_start, device=device)
+    eps = 1e-8 * min(1.0, value.std.item() ** 2)  # Adam's own would hide gradients of small rewards
+    squared_norm = None
+    if args.norm_start is not None:
+        squared_norm = torch.tensor(float(args.norm_start), device=device)
     parameters = [*actor.parameters(), *value.parameters()]
-    opt = torch.optim.Adam(parameters, args.learning_rate, fused=True)
+    opt = torch.optim.Adam(parameters, args.learning_rate, eps=eps, fused=True)
     parts = {"actor": actor, "value": value, "opt": opt}
 
     # resume
@@ -633,7 +642,7 @@ def train(args: Args) -> dict[str, float]:
             raise InputError(f"{run_dir} is counted in epochs: give --total-epochs instead")
         if checkpoint["step"] >= total:
             done = f"{run_dir} is at update {checkpoint['step']} already"
-            raise InputError(f"{done}: give it a budget above that, for example --total-updates")
+            raise InputError(f"{done}: give it a larger budget")
         for name, part in parts.items():
             part.load_state_dict(checkpoint[name])
         generator.set_state(checkpoint["generator"])
@@ -653,16 +662,17 @@ def train(args: Args) -> dict[str, float]:
     args_json = json.dumps(asdict(args), indent=2).encode()
     save_atomically(f"{run_dir}/args.json", lambda file: file.write(args_json))
     logger = Logger(run_dir, total, args.quiet, **log_position)
+    episode_returns = dataset.episode_returns
     logger.line(
         f"{ALGO} on {args.env_id}: {len(dataset):,} transitions of {dataset.source},"
-        f" {len(dataset.episode_returns)} episodes, return {dataset.episode_returns.mean():.1f}"
+        f" {len(episode_returns)} episodes, mean return {episode_returns.mean():.1f}"
         f"\nrun: {run_dir} on {device}"
     )
     if step == 0:
-        logger.scalars(0, {"stats/behaviour_return": dataset.episode_returns.mean()})
+        logger.scalars(0, {"stats/behaviour_return": episode_returns.mean()})
         policy = make_policy(actor, obs_mean, obs_std, env.action_space)
-        returns = common.evaluate(policy, args.env_id, args.eval_episodes, args.eval_seed)
-        logger.evaluation(0, returns)
+        eval_returns = common.evaluate(policy, args.env_id, args.eval_episodes, args.eval_seed)
+        logger.evaluation(0, eval_returns)
 
     # loop
     stop_reason, exit_signal = "", 0
@@ -672,7 +682,7 @@ def train(args: Args) -> dict[str, float]:
             factor = lr_factor(step, total, args.lr_schedule, args.warmup_updates)
             opt.param_groups[0]["lr"] = args.learning_rate * factor
 
-            # 1. now and then: returns of all data, with the V of now
+            # 1. returns of all data, with the current V
             if (step - 1) % args.refresh_interval == 0:
                 buffer.refresh(value, args.gamma, args.td_lambda)
 
@@ -695,7 +705,8 @@ def train(args: Args) -> dict[str, float]:
             if step % args.log_interval == 0:
                 advantage = advantage.detach()
                 weight = marwil_weight(advantage, squared_norm, args.beta, args.max_weight)
-                unexplained = advantage.var(correction=0) / (returns.var(correction=0) + 1e-8)
+                unexplained = advantage.var(correction=0) / (returns.var(correction=0) + 1e-20)
+                clipped = (weight > 0.999 * args.max_weight).float().mean()
                 statistics = {
                     "charts/updates_per_second": logger.speed(step),
                     "charts/learning_rate": opt.param_groups[0]["lr"],
@@ -708,25 +719,30 @@ def train(args: Args) -> dict[str, float]:
                     "stats/squared_norm": squared_norm.item(),
                     "stats/weight_mean": weight.mean().item(),
                     "stats/weight_max": weight.max().item(),
+                    "stats/weight_clipped": clipped.item(),
                     "stats/weight_ess": effective_sample_size(weight).item(),
                     "stats/log_prob": log_prob.mean().item(),
                     **pi.statistics(),
                 }
                 logger.scalars(step, statistics)
                 logger.progress(step)
-                if not math.isfinite(statistics["losses/value"]):
-                    raise InputError(f"V diverged at update {step}: lower --learning-rate")
+                for name in ("losses/value", "losses/actor"):
+                    if not math.isfinite(statistics[name]):
+                        message = f"{name} is {statistics[name]} at update {step}: it diverged"
+                        raise InputError(f"{message}; lower --learning-rate or --max-weight")
             is_best = False
             if step == total:
                 stop_reason = "the budget is spent"
             if step % args.eval_interval == 0 or step == total:
                 policy = make_policy(actor, obs_mean, obs_std, env.action_space)
-                returns = common.evaluate(policy, args.env_id, args.eval_episodes, args.eval_seed)
-                logger.evaluation(step, returns)
-                is_best = returns.mean() > best_return
+                eval_returns = common.evaluate(
+                    policy, args.env_id, args.eval_episodes, args.eval_seed
+                )
+                logger.evaluation(step, eval_returns)
+                is_best = eval_returns.mean() > best_return
                 evals_since_best = 0 if is_best else evals_since_best + 1
-                best_return = max(best_return, returns.mean().item())
-                if args.target_return is not None and returns.mean() >= args.target_return:
+                best_return = max(best_return, eval_returns.mean().item())
+                if args.target_return is not None and eval_returns.mean() >= args.target_return:
                     stop_reason = f"an evaluation reached the target of {args.target_return}"
                 elif args.patience is not None and evals_since_best >= args.patience:
                     stop_reason = f"the last {args.patience} evaluations were not better"
@@ -753,7 +769,8 @@ def train(args: Args) -> dict[str, float]:
                 save_atomically(checkpoint_path, partial(torch.save, checkpoint))
 
     command, run = f"python {sys.argv[0]}", shlex.quote(run_dir)
-    more = "" if step < total else " --total-updates <more>"
+    budget = "total-updates" if args.total_epochs is None else "total-epochs"
+    more = "" if step < total else f" --{budget} <more>"
     saved = "best.pt" if best_return > -math.inf else "checkpoint.pt"
     logger.line(
         f"stopped at update {step:,}: {stop_reason}"

@@ -1,5 +1,6 @@
 """Small environments with known answers, and a short run of each algorithm to start from."""
 
+import math
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -39,6 +40,19 @@ class ImageEnv(ProbeEnv):
     observation_space = gym.spaces.Box(0, 255, (8, 8, 3), np.uint8)
 
 
+class BytesEnv(ProbeEnv):
+    """A vector of bytes, such as the memory of a game."""
+
+    observation_space = gym.spaces.Box(0, 255, (4,), np.uint8)
+
+    def reset(self, seed=None, options=None):
+        return np.zeros(4, np.uint8), {}
+
+    def step(self, action):
+        obs = self.np_random.integers(256, size=4).astype(np.uint8)
+        return obs, float(action[0]), False, False, {}
+
+
 class UnboundedEnv(ProbeEnv):
     action_space = gym.spaces.Box(-np.inf, np.inf, (1,), np.float32)
 
@@ -58,7 +72,7 @@ class ChoiceEnv(ProbeEnv):
 
 
 ENVS = {"Probe": ProbeEnv, "Image": ImageEnv, "Unbounded": UnboundedEnv, "Several": SeveralEnv}
-ENVS |= {"Choice": ChoiceEnv}
+ENVS |= {"Choice": ChoiceEnv, "Bytes": BytesEnv}
 for name, entry_point in ENVS.items():
     gym.register(f"{name}-v0", entry_point, max_episode_steps=10)
 
@@ -87,14 +101,23 @@ def probe_data(tmp_path_factory):
     action = rng.uniform(-1, 1, 300)
     action[:20] = np.repeat([-1.0, 1.0], 10)  # saturated actions belong into every test
     reward = rng.normal(size=300)
+    next_obs = obs[1:].copy()  # where an episode ends, the next one starts elsewhere
+    next_obs[terminated | truncated] = rng.normal(size=60)
     path = tmp_path_factory.mktemp("data") / "probe.npz"
-    return save_rows(path, obs[:-1], action, reward, obs[1:], terminated, truncated)
+    return save_rows(path, obs[:-1], action, reward, next_obs, terminated, truncated)
 
 
 TINY_FLAGS = {  # so that 20 updates see everything that happens now and then
     "awr": {"value_warmup": 5, "refresh_interval": 7},
     "marwil": {"refresh_interval": 7},
     "crr": {},
+}
+
+
+CLONING = {  # behaviour cloning, in the words of each
+    "awr": {"beta": math.inf},
+    "marwil": {"beta": 0.0},
+    "crr": {"weight_type": "exp", "beta": math.inf},
 }
 
 

@@ -322,6 +322,19 @@ def test_S10_saturated_data_actions_are_finite(tiny):
     assert torch.isfinite(flat(load(tiny.run_dir))).all()
 
 
+@pytest.mark.parametrize("reward_scale", [1000.0, 1e-3])
+def test_reward_scale_does_not_matter(tiny, tmp_path, reward_scale):
+    """V's network works at scale 1, Adam's epsilon shrinks with small rewards, and advantages are
+    standardised (with a floor of 1e-5 for their std, hence the tolerance)."""
+    awr.train(tiny)
+    scaled = replace(tiny, reward_scale=reward_scale, run_dir=str(tmp_path / "scaled"))
+    awr.train(scaled)
+    left, right = (load(args.run_dir) for args in (tiny, scaled))
+    torch.testing.assert_close(flat(left, ["actor"]), flat(right, ["actor"]), rtol=1e-2, atol=1e-3)
+    for name in ("net.0.weight", "net.4.weight"):
+        torch.testing.assert_close(left["value"][name], right["value"][name], rtol=1e-3, atol=1e-4)
+
+
 def test_value_warmup_moves_V_alone(tiny, tmp_path):
     """After value_warmup updates and one more, Adam has stepped the actor exactly once."""
     awr.train(replace(tiny, total_updates=6, value_warmup=5))
@@ -331,6 +344,24 @@ def test_value_warmup_moves_V_alone(tiny, tmp_path):
         for name in ("actor_opt", "value_opt")
     ]
     assert steps == [{1.0}, {6.0}]
+
+
+def test_mean_and_std_are_those_of_the_V_that_the_actor_starts_with(tiny):
+    """Also if the warm-up ends between two refreshes: update 6 refreshes, 1 and 8 would not do."""
+    awr.train(replace(tiny, total_updates=6, value_warmup=5, refresh_interval=100))
+    awr_only = load(tiny.run_dir)
+    awr.train(
+        replace(
+            tiny, total_updates=6, value_warmup=5, refresh_interval=5, run_dir=f"{tiny.run_dir}2"
+        )
+    )
+    for name in ("advantage_mean", "advantage_std", "returns"):
+        assert torch.equal(awr_only[name], load(f"{tiny.run_dir}2")[name])
+
+
+def test_an_actor_that_overflows_is_not_silent(tiny):
+    with pytest.raises(awr.InputError, match=r"losses/actor is .* diverged; lower --learning-rate"):
+        awr.train(replace(tiny, max_weight=math.inf, beta=1e-6, value_warmup=0, log_interval=1))
 
 
 # ---- the loop against an independent implementation
@@ -356,7 +387,7 @@ def test_loop_equals_an_independent_implementation(tiny, normalize, env_id, tmp_
     hand = ByHand(awr, args, tmp_path)
     awr.train(hand.args)
     for step in range(8):
-        if step % 3 == 0:
+        if step % 3 == 0 or step == 2:  # 2: the actor's first
             returns = hand.returns()
             with torch.no_grad():
                 everything = returns - hand.v(hand.obs)

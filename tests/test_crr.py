@@ -303,23 +303,6 @@ def test_cwp_draws_with_softmax_of_q_over_beta(tiny):
     assert positive == pytest.approx(expected, abs=0.01)
 
 
-def test_S15_acting_and_training_preprocess_alike(tiny):
-    """The policy of raw observations is the actor of standardised ones."""
-    crr.train(tiny)
-    checkpoint = load(tiny.run_dir)
-    actor = crr.Actor(1, 1, tiny.hidden_dim, discrete=False)
-    actor.load_state_dict(checkpoint["actor"])
-    raw = np.load(tiny.dataset)["observations"][:50]
-    standardised = (T(raw) - checkpoint["obs_mean"]) / checkpoint["obs_std"]
-    with torch.no_grad():
-        expected = torch.tanh(actor(standardised)[0]).numpy()
-    actual = crr.load_policy(f"{tiny.run_dir}/checkpoint.pt")(raw)
-    np.testing.assert_allclose(actual, expected, atol=1e-6)
-    data = np.load(tiny.dataset)["observations"]
-    np.testing.assert_allclose(checkpoint["obs_mean"], data.mean(0), atol=1e-6)
-    np.testing.assert_allclose(checkpoint["obs_std"], data.std(0, ddof=1) + 1e-3, atol=1e-5)
-
-
 # ---- discrete actions
 
 

@@ -107,8 +107,8 @@ def test_tabular_optimum():
 
 
 def test_M1_M5_the_setting_of_rllib_is_reproduced_and_does_not_adapt():
-    """start 100, rate 1e-8, no clip, by hand in double precision; and after 100,000 updates with a
-    mean square of 40,000 the norm is still 100 + 0.001 (40,000 - 100) = 139.9."""
+    """start 100, rate 1e-8, no clip, by hand in double precision; and after 20,000 updates with a
+    mean square of 40,000 the norm is still 100 + 0.0002 (40,000 - 100) = 108."""
     rng = np.random.default_rng(0)
     log_prob, advantage = rng.normal(size=32), 5 * rng.normal(size=32)
     c2 = 100 + 1e-8 * ((advantage**2).mean() - 100)
@@ -119,8 +119,10 @@ def test_M1_M5_the_setting_of_rllib_is_reproduced_and_does_not_adapt():
         T(log_prob).float(), T(advantage).float(), squared_norm, 1.0, math.inf
     )
     assert loss.item() == pytest.approx(expected, rel=1e-5)
-    closed_form = 40_000 + (1 - 1e-8) ** 100_000 * (100 - 40_000)
-    assert closed_form == pytest.approx(139.9, abs=0.1)
+    squared_norm, advantage = T(100.0), T([200.0, -200.0])
+    for _ in range(20_000):
+        squared_norm = marwil.update_norm(squared_norm, advantage, 1e-8)
+    assert squared_norm.item() == pytest.approx(108, abs=0.1)
 
 
 def test_M1_rate_and_start_reach_the_loop(tiny):
@@ -217,14 +219,21 @@ def test_S9_no_gradient_through_the_weight():
     torch.testing.assert_close(advantage.grad, advantage.detach() / 8)
 
 
-def test_reward_scale_does_not_matter(tiny, tmp_path):
-    """V's network works at scale 1 and the norm takes care of the rest: rewards times 1000 give
-    the same policy, up to Adam's epsilon."""
+@pytest.mark.parametrize("reward_scale", [1000.0, 1e-4])
+def test_reward_scale_does_not_matter(tiny, tmp_path, reward_scale):
+    """V's network works at scale 1, Adam's epsilon shrinks with small rewards, and the norm takes
+    care of the rest."""
     marwil.train(tiny)
-    scaled = replace(tiny, reward_scale=1000.0, run_dir=str(tmp_path / "scaled"))
+    scaled = replace(tiny, reward_scale=reward_scale, run_dir=str(tmp_path / "scaled"))
     marwil.train(scaled)
-    actors = [flat(load(args.run_dir), ["actor"]) for args in (tiny, scaled)]
-    torch.testing.assert_close(*actors, rtol=1e-3, atol=1e-4)
+    left, right = (load(args.run_dir) for args in (tiny, scaled))
+    torch.testing.assert_close(flat(left, ["actor"]), flat(right, ["actor"]), rtol=1e-3, atol=1e-4)
+    for name in ("net.0.weight", "net.4.weight"):
+        torch.testing.assert_close(left["value"][name], right["value"][name], rtol=1e-3, atol=1e-4)
+
+
+def test_norm_start_may_be_an_integer(tiny):
+    marwil.train(replace(tiny, norm_start=100))
 
 
 # ---- the loop against an independent implementation

@@ -6,10 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import load, save_rows
-
-CLONING = {"awr": {"beta": np.inf}, "marwil": {"beta": 0.0}}
-CLONING["crr"] = {"weight_type": "exp", "beta": np.inf}
+from conftest import CLONING, load, save_rows
 
 
 def values(algo, args, obs, action):
@@ -95,6 +92,27 @@ def test_two_step_mdp_with_known_q(algo, probe_args, tmp_path, weight_type):
     assert values(algo, args, [1.0, 1.0], [-0.5, 0.5]) == pytest.approx([0, 1], abs=0.1)
     assert values(algo, args, [0.0, 0.0], [-0.5, 0.5]) == pytest.approx([0.8, 0.8], abs=0.1)
     assert greedy_action(algo, args, 1.0) > 0.2
+
+
+@pytest.mark.parametrize("algo", ["crr"], indirect=True)
+def test_discrete_two_step_mdp_with_known_q(algo, probe_args, tmp_path):
+    """The same with the actions 5, 6 and 7, of which 6 pays: Q(1, 6) = 1, and Q(0, .) tends to
+    gamma as pi(6|1) does to 1, where the data's policy would leave it at gamma / 3."""
+    obs, end = np.tile([0.0, 1.0], 500), np.tile([False, True], 500)
+    action = np.random.default_rng(0).integers(5, 8, 1000)
+    reward = (obs == 1) & (action == 6)
+    path = save_rows(tmp_path / "d.npz", obs, action, reward, obs + 1, end, end & False)
+    args = replace(probe_args, env_id="Choice-v0", dataset=path, gamma=0.8)
+    algo.train(args)
+    checkpoint = load(args.run_dir)
+    critic = algo.TwinCritic(1, 3, args.hidden_dim)
+    critic.load_state_dict(checkpoint["critic"])
+    states = (torch.tensor([[0.0], [1.0]]) - checkpoint["obs_mean"]) / checkpoint["obs_std"]
+    with torch.no_grad():
+        q = critic(states, torch.eye(3)[:, None].expand(3, 2, 3)).mean(0)  # [A, 2]
+    assert q[:, 1].tolist() == pytest.approx([0, 1, 0], abs=0.1)
+    assert q[:, 0].tolist() == pytest.approx([0.8, 0.8, 0.8], abs=0.1)
+    assert greedy_action(algo, args, 1.0) == 6
 
 
 @pytest.mark.parametrize("td_lambda", [1.0, 0.5, 0.0])

@@ -45,8 +45,15 @@ FLAGS = {
     "discrete": {"env_id": "Choice-v0", "dataset": "random:200"},
 }
 OWN_FLAGS = {
-    "awr": {"td-lambda": {"td_lambda": 0.9, "normalize_advantage": False, "value_warmup": 13}},
-    "marwil": {"norm": {"norm_start": 3.0, "norm_rate": 0.1}, "cloning": {"beta": 0.0}},
+    "awr": {
+        "at-a-refresh": {"refresh_interval": 10},
+        "td-lambda": {"td_lambda": 0.9, "normalize_advantage": False, "value_warmup": 13},
+    },
+    "marwil": {
+        "at-a-refresh": {"refresh_interval": 10},
+        "norm": {"norm_start": 3.0, "norm_rate": 0.1},
+        "cloning": {"beta": 0.0},
+    },
     "crr": {
         "hard": {"weight_type": "exp", "advantage_type": "max", "tau": 1.0, "target_interval": 7},
         "cwp": {"num_cwp_samples": 3},
@@ -244,6 +251,20 @@ def test_resume_drops_what_was_logged_after_the_checkpoint(algo, tiny, tmp_path)
     events = EventAccumulator(tiny.run_dir).Reload().Scalars("losses/actor")
     assert [event.step for event in events] == [5, 10, 15, 20, 25, 30]
     assert 123.0 not in [event.value for event in events]
+
+
+@pytest.mark.parametrize("algo", ["awr"], indirect=True)
+def test_patience_waits_for_the_actor(algo, tiny):
+    """V alone for 13 updates: no evaluation before the actor moves, none to lose patience with."""
+    args = replace(tiny, value_warmup=13, eval_interval=2, patience=2, target_return=-1e9)
+    assert algo.train(args)["step"] == 14
+    steps = [step for step, key, _ in metrics_of(tiny.run_dir) if key == "eval/return_mean"]
+    assert steps == ["0", "14"]
+
+
+def test_the_hint_at_the_end_names_the_budget_that_counts(algo, tiny, capsys):
+    algo.train(replace(tiny, total_epochs=1, quiet=False))
+    assert "--total-epochs <more>" in capsys.readouterr().out
 
 
 def test_early_stops_and_best(algo, tiny, monkeypatch, capsys):
