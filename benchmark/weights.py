@@ -119,21 +119,21 @@ def draw(rows: list[dict], path: Path) -> None:
     left, right = canvas.subplots(1, 2)
     names = list(dict.fromkeys(row["method"] for row in rows))
     for name, color in zip(names, (*PALETTE[:4], PALETTE[0])):
-        style = ":" if "not clipped" in name else "-"
+        style = {"MARWIL": "--", "AWR, not clipped": ":"}.get(name, "-")  # MARWIL lies on AWR
         mine = [row for row in rows if row["method"] == name]
         curve, default = mine[:-1], mine[-1]
         x, y = ([float(row[key]) for row in curve] for key in ("beta", "ess"))
         left.plot(x, y, style, color=color, linewidth=1.8, label=name)
-        if style == "-":
+        if style != ":":
             left.plot(1.0, float(default["ess"]), "o", color=color)
     left.set_xscale("log")
     left.set_ylim(0, 1.05)
     left.set_xlabel("beta (MARWIL: 1 / beta); dots: the default")
-    left.set_ylabel("effective sample size / N")
+    left.set_ylabel("effective sample size (1: all rows)")
     left.set_title("How many rows count", loc="left")
     left.legend(frameon=False, fontsize=8, loc="lower right", bbox_to_anchor=(1, 0.22))
 
-    shown = ["behaviour cloning", "MARWIL", "AWR", "CRR, exp", "CRR, binary"]
+    shown = ["behaviour cloning", "AWR", "MARWIL", "CRR, exp", "CRR, binary"]
     bottom = np.zeros(len(shown))
     for i, noise in enumerate(NOISE):
         default = {row["method"]: row for row in rows if float(row["beta"]) == 1.0}
@@ -143,7 +143,7 @@ def draw(rows: list[dict], path: Path) -> None:
         right.bar(shown, heights, bottom=bottom, color=shade, label=f"noise {noise:.2f}")
         bottom += heights
     right.set_ylabel("share of the weight")
-    right.set_title("Which behaviour is cloned, beta = 1", loc="left")
+    right.set_title("Which behaviour is cloned (noise: chance of a random action)", loc="left")
     right.tick_params(axis="x", labelrotation=20)
     handles, labels = right.get_legend_handles_labels()
     right.legend(

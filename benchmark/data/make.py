@@ -26,6 +26,10 @@ HEADER = """\
 Made by `python benchmark/data/make.py` from scripted controllers; found by `--dataset auto`. Noise
 is the chance of a random action. Returns are undiscounted, in the environment's own rewards.
 
+Pendulum: one controller that swings up and balances. CartPole: one that keeps the cart in the
+middle, and one that balances as well but walks the cart off the track, where the episode ends. Most
+episodes are of the latter kind, so that cloning follows them.
+
 | environment | behaviour | episodes | rows | return mean | min | max |
 | :-- | :-- | --: | --: | --: | --: | --: |
 """
