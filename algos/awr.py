@@ -36,6 +36,10 @@ Run it:
     python algos/awr.py --env-id CartPole-v1
     python algos/awr.py --beta inf   (behaviour cloning: every weight is exactly 1)
 
+The authors' lambda and step size, on a Minari dataset:
+    python algos/awr.py --env-id HalfCheetah-v5 --dataset minari:mujoco/halfcheetah/medium-v0 \\
+        --td-lambda 0.95 --learning-rate 5e-5 --refresh-interval 200 --total-updates 500000
+
 Resume it:
     python algos/awr.py --resume runs/<run>   (a checkpoint costs 2 MB + 4 bytes per row of data)
 """

@@ -20,7 +20,7 @@ Equations:
 Differences from the paper:
     - c^2 starts from the first batch and moves by 1e-3 of the way to each batch's mean A^2. RLlib
       starts it at 100, where the paper's rate of 1e-8 all but keeps it: c = 10 unless rewards are
-      huge, and on Pendulum single rows decide. --norm-start 100 --norm-rate 1e-8 --max-weight inf
+      huge, and on Pendulum single rows decide.
     - Weights are clipped, since a single exp(beta A / c) can outweigh a batch.
     - No coefficient for A^2 / 2: policy and V share no weights, and Adam's step does not change
       if a loss is scaled.
@@ -37,6 +37,10 @@ Run it:
     python algos/marwil.py --env-id Pendulum-v1
     python algos/marwil.py --env-id CartPole-v1
     python algos/marwil.py --beta 0   (behaviour cloning: every weight is exactly 1)
+
+RLlib's norm, rate (the paper's), step size and batch:
+    python algos/marwil.py --env-id CartPole-v1 --norm-start 100 --norm-rate 1e-8 \\
+        --max-weight inf --learning-rate 1e-4 --batch-size 2000
 
 Resume it:
     python algos/marwil.py --resume runs/<run>   (a checkpoint costs 2 MB + 4 bytes per row of data)

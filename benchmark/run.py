@@ -78,6 +78,7 @@ TABLE += [
     )
     for (algo, variant), (flags, minutes) in RETURN_WEIGHTED.items()
 ]
+RLLIB_NORM = "--norm-start 100 --norm-rate 1e-8 --max-weight inf"
 TABLE += [  # half the temperature: sharper weights
     Row(algo, env_id, "auto", variant, flags, 1.4)
     for env_id in ("CartPole-v1", "Pendulum-v1")
@@ -85,6 +86,10 @@ TABLE += [  # half the temperature: sharper weights
         ("marwil", "beta-2", "--beta 2"),
         ("awr", "beta-0.5", "--beta 0.5"),
     )
+]
+TABLE += [  # the norm as RLlib has it, lambda as in AWR's paper
+    Row("marwil", "Pendulum-v1", "auto", "rllib-norm", RLLIB_NORM, 1.2),
+    Row("awr", "Pendulum-v1", "auto", "lambda-0.95", "--td-lambda 0.95", 1.4),
 ]
 TABLE += [Row("crr", "CartPole-v1", "auto", "mean-binary", "", 3.5)]
 CHEETAH = ("HalfCheetah-v5", "runs/data/halfcheetah-mixed-cs285.npz")
