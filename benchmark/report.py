@@ -189,7 +189,8 @@ def references(results: Results, group: tuple[str, ...]) -> dict[str, float | No
     random = [run.returns[-1] for run in results.get(("random", group[1]), [])]
     behaviour = [run.behaviour for runs in variants.values() for run in runs]
     behaviour = [value for value in behaviour if value is not None]
-    bc = last_and_best(variants["bc"])[0] if "bc" in variants else None
+    clones = variants.get("bc") or results.get(("all", *group[1:], "bc"))
+    bc = last_and_best(clones)[0] if clones else None
     return {
         "random": np.mean(random).item() if random else None,
         "behaviour": np.mean(behaviour).item() if behaviour else None,

@@ -195,8 +195,12 @@ def test_algorithms_on_the_same_data_come_first_side_by_side(options, capsys):
         ("crr", "2", "33.0", "55.0 [55.0, 55.0]"),
         ("bc", "1", "33.0", "33.0"),
     ]
-    variants = [row[0] for row in cells(own.split("\n\n")[1])[2:]]
-    assert variants == ["mean-binary", "mean-exp", "bc"]
+    rows = cells(own.split("\n\n")[1])[2:]
+    assert [row[0] for row in rows] == ["mean-binary", "mean-exp", "bc"]
+    assert {row[5] for row in rows} == {"7.0"}  # its own BC
+    results = report.read_results(options.results)
+    results |= report.side_by_side(results)
+    assert report.references(results, ("awr", "Env-v1", "shipped"))["BC"] == 33  # it has none
     assert (options.figures / "all__Env-v1__shipped.png").is_file()
 
 
