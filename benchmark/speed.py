@@ -47,9 +47,9 @@ class Options:
     only: str = ""  # one algorithm [all]
     peers: bool = False  # also time other libraries; installs each into a venv of its own
     venvs: Path | None = None  # keep those venvs here [a temporary folder]
-    rounds: int = 3  # turns of every contender
-    windows: int = 3  # windows per turn
-    updates: int = 100  # updates per window
+    rounds: int = 2  # turns of every contender
+    windows: int = 2  # windows per turn
+    updates: int = 1_000  # updates per window; AWR and MARWIL compute all returns once in so many
     readme: Path = ROOT / "README.md"  # the file with the two speed markers
     results: Path = ROOT / "benchmark" / "results"  # where speed.csv goes
 

@@ -228,7 +228,7 @@ def test_discrete_actor_starts_uniform_and_its_probabilities_sum_to_one():
 
 
 def test_cart_pole_is_learned_from_the_shipped_data(tmp_path):
-    """A wide margin: the behaviour is at 175, a random policy at 22."""
+    """A wide margin: the behaviour is at 184, this actor before training at 11."""
     flags = {"hidden_dim": 64, "eval_interval": 1500, "checkpoint_interval": 1500}
     args = awr.Args(env_id="CartPole-v1", total_updates=1500, run_dir=str(tmp_path / "run"))
     args = replace(args, **flags, value_warmup=300, learning_rate=1e-3, quiet=True)
