@@ -99,7 +99,7 @@ class Args:
     quiet: bool = False  # print nothing but errors
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # auto takes a GPU if there is one
     torch_threads: int | None = None  # CPU threads [all cores]
-    compile: bool = False  # torch.compile the networks: slow to start, hardly faster on a CPU
+    compile: bool = False  # torch.compile the networks: slow to start; pays for large ensembles
     # MARWIL only
     beta: float = 1.0  # sharpness of the weights exp(beta A / c); 0: behaviour cloning without V
     max_weight: float = 20.0  # upper clip of exp weights
@@ -488,9 +488,9 @@ class Logger:
         # rows after the checkpoint are logged once more
         self.file.truncate(min(num_bytes, self.file.tell()))
         self.csv = csv.writer(self.file)
-        if step == 0:
+        if num_bytes == 0:
             self.csv.writerow(["step", "seconds", "key", "value"])
-        self.tensorboard = SummaryWriter(run_dir, purge_step=step + 1 if step > 0 else None)
+        self.tensorboard = SummaryWriter(run_dir, purge_step=step + 1 if num_bytes > 0 else None)
 
     def seconds(self) -> float:
         return time.perf_counter() - self.start

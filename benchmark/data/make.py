@@ -62,6 +62,12 @@ def cart_pole_controller(obs: np.ndarray, goal: float) -> int:
     return int(angle + 0.5 * angular_velocity + lean > 0)
 
 
+def mountain_car_controller(obs: np.ndarray) -> np.ndarray:
+    """Push the way the car rolls: every swing is wider than the one before."""
+    _, velocity = obs
+    return np.array([1.0 if velocity >= 0 else -1.0], dtype=np.float32)
+
+
 PENDULUM = {
     f"swing-up, noise {noise:.2f}": (pendulum_controller, noise)
     for noise in (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -72,6 +78,12 @@ CART_POLE = {"to the middle, noise 0.15": (partial(cart_pole_controller, goal=0.
 for noise in (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4):
     CART_POLE[f"off the track, noise {noise:.2f}"] = partial(cart_pole_controller, goal=3.0), noise
 CART_POLE["random"] = partial(cart_pole_controller, goal=0.0), 1.0
+
+
+# Only the flag pays, and random pushes never get there: a few episodes that do are all it needs.
+MOUNTAIN_CAR = {
+    f"rocking, noise {noise:.2f}": (mountain_car_controller, noise) for noise in (0.5, 0.75, 1.0)
+}
 
 
 def mixed_episodes(
@@ -118,6 +130,7 @@ if __name__ == "__main__":
     for env_id, behaviours, num_episodes in (
         ("Pendulum-v1", PENDULUM, 100),
         ("CartPole-v1", CART_POLE, 150),
+        ("MountainCarContinuous-v0", MOUNTAIN_CAR, 15),
     ):
         arrays, returns, lengths = mixed_episodes(env_id, behaviours, num_episodes, seed=0)
         common.save_npz(str(common.SHIPPED / f"{env_id}.npz"), arrays)
