@@ -4,8 +4,9 @@
     python benchmark/run.py --only crr --seeds 2  rows whose name contains "crr", two seeds each
     python benchmark/run.py --quick               every row for a few updates: does it still work?
 
-Some rows use datasets that other people made and that are not ours to ship. They are looked for in
-runs/data/ and left out if they are not there; benchmark/data/README.md says where they come from.
+Some rows use datasets that other people made and that are not ours to ship, or that are too large.
+They are looked for in runs/data/ and left out if they are not there; benchmark/data/README.md says
+where they come from.
 
 A run is a subprocess of the plain script. One that is done is skipped, one that was interrupted
 goes on from its checkpoint, one that fails is reported with its last lines while the others go on
@@ -41,12 +42,13 @@ class Row:
     variant: str  # "bc" is what report.py puts into the column of that name
     flags: str
     minutes: float  # of one run, on one core of a laptop
+    table: str = ""  # of report.py, if it is not the algorithm's own
 
     @property
     def name(self) -> str:
         dataset = "shipped" if self.dataset == "auto" else self.dataset
         dataset = Path(dataset).stem if dataset.endswith(".npz") else dataset
-        name = f"{self.algo}__{self.env_id}__{dataset}__{self.variant}"
+        name = f"{self.table or self.algo}__{self.env_id}__{dataset}__{self.variant}"
         return name.replace(":", "-").replace("/", "-")
 
 
@@ -98,8 +100,52 @@ TABLE += [
     for (algo, variant), (flags, minutes) in RETURN_WEIGHTED.items()
 ]
 TABLE += [Row("crr", *CHEETAH, "mean-binary", "--total-updates 20000 --eval-episodes 10", 8.0)]
+# RLPD, SAC without the data, and SAC that starts with the data in its buffer
+SAC = "--num-critics 2 --no-critic-layer-norm --offline-batch-ratio 0"
+SAC_VARIANTS = {
+    "default": ("", 1.0),
+    "sac": (SAC, 0.35),
+    "sac-data-in-buffer": (f"{SAC} --data-in-buffer", 0.6),
+}
+ABLATIONS = {
+    "no-layer-norm": ("--no-critic-layer-norm", 0.8),
+    "no-symmetric-sampling": ("--offline-batch-ratio 0 --data-in-buffer", 1.0),
+    "2-critics": ("--num-critics 2", 0.7),
+    "utd-1": ("--gradient-updates-per-step 1", 0.3),
+    "no-data": ("--offline-batch-ratio 0", 1.0),
+}
+SWING_UP = ("Pendulum-v1", "auto"), "--total-timesteps 1200 --eval-interval 100", 2.5
+SPARSE = (
+    ("MountainCarContinuous-v0", "auto"),
+    "--gradient-updates-per-step 4 --no-backup-entropy --learning-starts 500"
+    " --total-timesteps 4000 --eval-interval 500 --eval-episodes 20",
+    5.0,
+)
+RUNNING = (
+    ("HalfCheetah-v5", "runs/data/halfcheetah-replay-sac.npz"),
+    "--hidden-dim 256 --learning-rate 3e-4 --gradient-updates-per-step 4 --learning-starts 1000"
+    " --total-timesteps 10000 --eval-interval 1000 --eval-episodes 10",
+    18.0,
+)
+TABLE += [
+    Row("rlpd", *task, variant, f"{task_flags} {flags}", minutes * share)
+    for task, task_flags, minutes in (SWING_UP, SPARSE, RUNNING)
+    for variant, (flags, share) in SAC_VARIANTS.items()
+]
+TABLE += [
+    Row("rlpd", *task, variant, f"{task_flags} {flags}", minutes * share, "rlpd-ablation")
+    for task, task_flags, minutes in (SWING_UP, SPARSE)
+    for variant, (flags, share) in ABLATIONS.items()
+]
+TABLE += [
+    Row("marwil", *task, "bc", "--beta 0 --eval-episodes 20", 0.8)
+    for task, _, _ in (SPARSE, RUNNING)
+]
 EVALUATION = "--eval-episodes 50"
-QUICK = "--total-updates 1200 --eval-interval 600 --eval-episodes 2 --hidden-dim 32"
+QUICK = "--eval-episodes 2 --hidden-dim 32"
+QUICK_OFFLINE = f"{QUICK} --total-updates 1200 --eval-interval 600"
+QUICK_ONLINE = f"{QUICK} --total-timesteps 600 --eval-interval 600 --learning-starts 500"
+ONLINE = ("rlpd",)  # counted in environment steps, not in updates
 RANDOM_EPISODES = 50  # of the uniform random policy, the zero of every table
 
 
@@ -127,7 +173,8 @@ class Run:
         if (self.run_dir / "checkpoint.pt").exists():
             return [*script, "--resume", os.path.relpath(self.run_dir, ROOT)]
         threads = max(1, (os.cpu_count() or 1) // options.jobs)
-        flags = f"{EVALUATION} {self.row.flags} {QUICK if options.quick else ''}".split()
+        quick = QUICK_ONLINE if self.row.algo in ONLINE else QUICK_OFFLINE
+        flags = f"{EVALUATION} {self.row.flags} {quick if options.quick else ''}".split()
         identity = ["--env-id", self.row.env_id, "--dataset", self.row.dataset]
         place = ["--seed", str(self.seed), "--run-dir", os.path.relpath(self.run_dir, ROOT)]
         return [*script, *identity, *place, "--torch-threads", str(threads), *flags]
@@ -141,12 +188,12 @@ class Run:
             self.process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
 
     def is_finished(self) -> bool:
-        """Its last evaluation is that of its last update."""
+        """Its last evaluation is that of its last update, or step."""
         if not (self.run_dir / "metrics.csv").exists():
             return False
         args = json.loads((self.run_dir / "args.json").read_text())
         steps = [int(row["step"]) for row in evaluations(self.run_dir / "metrics.csv")]
-        return max(steps, default=0) >= args["total_updates"]
+        return max(steps, default=0) >= args.get("total_updates", args.get("total_timesteps"))
 
     def publish(self) -> None:
         rows = evaluations(self.run_dir / "metrics.csv")
