@@ -338,8 +338,8 @@ class Buffer:
         return {"rows": self.rows[: self.size].clone(), "position": self.position}
 
     def load_state(self, state: dict) -> None:
-        self.add(state["rows"])
-        self.position = state["position"]
+        self.size, self.position = len(state["rows"]), state["position"]
+        self.rows[: self.size] = state["rows"].to(self.rows.device)
 
 
 def mixed_batches(
@@ -667,22 +667,23 @@ def train(args: Args) -> dict[str, float]:
     generator = torch.Generator(device).manual_seed(args.seed)  # for all else that training draws
 
     # data
-    num_offline = round(args.offline_batch_ratio * args.batch_size)
-    is_shipped = (common.SHIPPED / f"{args.env_id}.npz").is_file()
-    is_given = args.dataset != "none" and (args.dataset != "auto" or is_shipped)
-    is_used = num_offline > 0 or args.offline_pretrain_updates > 0 or args.data_in_buffer
+    spec, num_offline = args.dataset, round(args.offline_batch_ratio * args.batch_size)
     dataset, offline, fingerprint = None, None, 0
-    online = Buffer(args.buffer_capacity, obs_dim, action_dim, device)
-    if is_given and is_used:
-        dataset = common.load_dataset(args.dataset, env, args.seed)
+    if spec == "auto" and not (common.SHIPPED / f"{env.spec.id}.npz").is_file():
+        spec = "none"
+    if spec == "none":
+        num_offline = 0
+        if args.offline_pretrain_updates > 0 or args.data_in_buffer:
+            raise InputError(f"there is no dataset for {args.env_id}: give one with --dataset")
+    try:
+        online = Buffer(args.buffer_capacity, obs_dim, action_dim, device)
+    except RuntimeError:
+        raise InputError(f"buffer_capacity {args.buffer_capacity} is too much memory") from None
+    if num_offline > 0 or args.offline_pretrain_updates > 0 or args.data_in_buffer:
+        dataset = common.load_dataset(spec, env, args.seed)
         fingerprint = dataset.fingerprint()
         offline = Buffer(len(dataset), obs_dim, action_dim, device)
         offline.add(as_rows(*(getattr(dataset, name) for name in common.NAMES)))
-    elif args.offline_pretrain_updates > 0 or args.data_in_buffer:
-        name = "offline_pretrain_updates" if args.offline_pretrain_updates > 0 else "data_in_buffer"
-        raise InputError(f"{name} needs a dataset, and there is none for {args.env_id}")
-    else:
-        num_offline = 0
     if args.data_in_buffer:
         if len(dataset) > args.buffer_capacity:
             raise InputError(f"buffer_capacity must be >= the {len(dataset)} rows of the dataset")
@@ -892,8 +893,9 @@ def train(args: Args) -> dict[str, float]:
             if stop_signal.number and not stop_reason:
                 stop_reason = f"{signal.Signals(stop_signal.number).name} was received"
                 exit_signal = stop_signal.number
-            policy_state = {"algo": ALGO, "args": asdict(args), "step": step}
-            policy_state |= {"actor": actor.state_dict()}
+            if is_best or stop_reason or step % args.checkpoint_interval == 0:
+                policy_state = {"algo": ALGO, "args": asdict(args), "step": step}
+                policy_state |= {"actor": actor.state_dict()}
             if is_best:
                 save_atomically(best_path, partial(torch.save, policy_state))
             if stop_reason or step % args.checkpoint_interval == 0:

@@ -123,9 +123,9 @@ SPARSE = (
 )
 RUNNING = (
     ("HalfCheetah-v5", "runs/data/halfcheetah-replay-sac.npz"),
-    "--hidden-dim 256 --learning-rate 3e-4 --gradient-updates-per-step 4 --learning-starts 1000"
+    "--hidden-dim 256 --gradient-updates-per-step 2 --learning-starts 1000"
     " --total-timesteps 10000 --eval-interval 1000 --eval-episodes 10",
-    18.0,
+    9.0,
 )
 TABLE += [
     Row("rlpd", *task, variant, f"{task_flags} {flags}", minutes * share)

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from algos import awr, crr, marwil
+from algos import awr, crr, marwil, rlpd
 
-ALGOS = {"awr": awr, "marwil": marwil, "crr": crr}
+ALGOS = {"awr": awr, "marwil": marwil, "crr": crr, "rlpd": rlpd}
+OFFLINE = ("awr", "marwil", "crr")
 ROOT = Path(__file__).resolve().parents[1]
 torch.set_num_threads(1)  # tests run several at once, and small networks gain nothing from two
 
@@ -71,7 +72,33 @@ class ChoiceEnv(ProbeEnv):
         return np.zeros(1, np.float32), float(action == 6), False, False, {}
 
 
-ENVS = {"Probe": ProbeEnv, "Image": ImageEnv, "Unbounded": UnboundedEnv, "Several": SeveralEnv}
+class WalkEnv(gym.Env):
+    """A random walk that the action, in [-1, 3], steers: every step depends on the seed and on all
+    actions before it. The end of the world is at +-2; ten steps are truncated."""
+
+    observation_space = gym.spaces.Box(-np.inf, np.inf, (2,), np.float64)
+    action_space = gym.spaces.Box(-1, 3, (1,), np.float32)
+
+    def reset(self, seed=None, options=None):
+        super().reset(seed=seed)
+        self.position, self.time = self.np_random.normal(), 0
+        return np.array([self.position, self.time]), {}
+
+    def step(self, action):
+        assert self.action_space.contains(action)
+        self.position += 0.5 * (action[0] - 1) + 0.3 * self.np_random.normal()
+        self.time += 1
+        obs, end = np.array([self.position, self.time]), bool(abs(self.position) > 2)
+        return obs, float(-(self.position**2)), end, False, {}
+
+
+ENVS = {
+    "Walk": WalkEnv,
+    "Probe": ProbeEnv,
+    "Image": ImageEnv,
+    "Unbounded": UnboundedEnv,
+    "Several": SeveralEnv,
+}
 ENVS |= {"Choice": ChoiceEnv, "Bytes": BytesEnv}
 for name, entry_point in ENVS.items():
     gym.register(f"{name}-v0", entry_point, max_episode_steps=10)
@@ -111,6 +138,7 @@ TINY_FLAGS = {  # so that 20 updates see everything that happens now and then
     "awr": {"value_warmup": 5, "refresh_interval": 7},
     "marwil": {"refresh_interval": 7},
     "crr": {},
+    "rlpd": {"learning_starts": 4, "gradient_updates_per_step": 2, "num_critics": 3},
 }
 
 
@@ -127,12 +155,17 @@ def algo(request):
     return ALGOS[request.param]
 
 
+def budget(algo, count):
+    """As many updates, or environment steps."""
+    return {"total_updates" if algo.ALGO in OFFLINE else "total_timesteps": count}
+
+
 def tiny_args(algo, dataset, run_dir):
     """Arguments of a run that takes a fraction of a second."""
     return algo.Args(
         env_id="Probe-v0",
         dataset=dataset,
-        total_updates=20,
+        **budget(algo, 20),
         batch_size=32,
         hidden_dim=16,
         eval_interval=10,

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ALGOS, CLONING, flat, load, tiny_args
+from conftest import ALGOS, CLONING, OFFLINE, budget, flat, load, tiny_args
 
 
 @pytest.fixture
@@ -54,17 +54,15 @@ CHANGES_TRAINING = {
     "dataset": "random:100",
     "reward_scale": 2.0,
     "reward_shift": 1.0,
-    "normalize_reward": True,
-    "total_updates": 21,
-    "total_epochs": 1,
     "batch_size": 16,
     "gamma": 0.5,
-    "learning_rate": 1e-3,
+    "learning_rate": 2e-3,
     "lr_schedule": "cosine",
     "warmup_updates": 10,
     "hidden_dim": 24,
     "target_return": -100.0,
 }
+OFFLINE_FLAGS = {"normalize_reward": True, "total_updates": 21, "total_epochs": 1}
 OWN_FLAGS = {  # these change training, too
     "awr": {
         "beta": 0.1,
@@ -89,6 +87,23 @@ OWN_FLAGS = {  # these change training, too
         "tau": 0.5,
         "target_interval": 3,
     },
+    "rlpd": {
+        "total_timesteps": 21,
+        "offline_batch_ratio": 0.25,
+        "offline_pretrain_updates": 3,
+        "data_in_buffer": True,
+        "buffer_capacity": 7,
+        "learning_starts": 6,
+        "train_frequency": 2,
+        "gradient_updates_per_step": 3,
+        "num_critics": 4,
+        "num_min_critics": 1,
+        "critic_layer_norm": False,
+        "backup_entropy": False,
+        "alpha": 0.3,
+        "target_entropy": -3.0,
+        "tau": 0.5,
+    },
 }
 LEAVES_TRAINING = {
     "eval_interval": 3,
@@ -109,11 +124,12 @@ OWN_FLAGS_THAT_LEAVE_TRAINING = {
     },
 }
 ELSEWHERE = {"run_dir", "resume", "evaluate", "record", "capture_video", "compile"}
+ELSEWHERE_OF = {"rlpd": {"record_replay"}}
 
 
 def flags_of(name):
     """-> {flag: value} that change the training of an algorithm, and that do not"""
-    changes = CHANGES_TRAINING | OWN_FLAGS[name]
+    changes = CHANGES_TRAINING | OWN_FLAGS[name] | (OFFLINE_FLAGS if name in OFFLINE else {})
     return changes, LEAVES_TRAINING | OWN_FLAGS_THAT_LEAVE_TRAINING.get(name, {})
 
 
@@ -122,7 +138,7 @@ ALL_FLAGS = [(name, flag) for name in ALGOS for flags in flags_of(name) for flag
 
 def test_every_flag_is_tried(algo):
     changes, leaves = flags_of(algo.ALGO)
-    tried = changes.keys() | leaves.keys() | ELSEWHERE
+    tried = changes.keys() | leaves.keys() | ELSEWHERE | ELSEWHERE_OF.get(algo.ALGO, set())
     assert tried == {field.name for field in fields(algo.Args)}
 
 
@@ -157,8 +173,9 @@ def test_flag(algo, name, baseline, tmp_path, run):
     if name in ("eval_interval", "log_interval"):
         key = {"eval_interval": ",eval/return_mean,", "log_interval": ",losses/actor,"}[name]
         logged = Path(args.run_dir, "metrics.csv").read_text().count(key)
-        num_evals = 1 + 6 + 1 - (algo.ALGO == "awr")  # at 3, its actor has not moved
-        assert logged == {"eval_interval": num_evals, "log_interval": 20}[name]
+        num_evals = 1 + 6 + 1 - (algo.ALGO in ("awr", "rlpd"))  # at 3, the actor has not moved
+        num_logs = 16 if algo.ALGO == "rlpd" else 20  # it only acts, for 4 steps
+        assert logged == {"eval_interval": num_evals, "log_interval": num_logs}[name]
 
 
 @pytest.mark.parametrize(("name", "value"), [("eval_seed", 3), ("eval_episodes", 3)])
@@ -191,10 +208,12 @@ def test_choices_are_checked_from_python_too(algo, tiny):
 
 def test_divergence_is_not_silent(algo, tiny):
     """Weights 1[NaN > 0] are 0: without a check the actor would stand still and look healthy."""
-    with pytest.raises(algo.InputError, match=r"losses/\w+ is (nan|inf) at update 5: it diverged"):
+    line = r"losses/\w+ is (nan|inf) at (update|step) 5: it diverged"
+    with pytest.raises(algo.InputError, match=line):
         algo.train(replace(tiny, learning_rate=1e30))
 
 
+@pytest.mark.parametrize("algo", OFFLINE, indirect=True)
 def test_divergence_of_a_clone_is_not_silent(algo, tiny):
     """Cloning does not depend on V or Q, and MARWIL's V stands still: the actor is watched, too."""
     with pytest.raises(algo.InputError, match="it diverged"):
@@ -210,8 +229,12 @@ def test_batch_of_one_and_dataset_of_one(algo, tiny, tmp_path):
     assert "nan" not in Path(tiny.run_dir, "metrics.csv").read_text()
     rows = {name: array[:1] for name, array in np.load(tiny.dataset).items()}
     np.savez(tmp_path / "one.npz", **rows)
+    one = replace(tiny, dataset=str(tmp_path / "one.npz"), run_dir=str(tmp_path / "one"))
+    if algo.ALGO not in OFFLINE:  # it has rows of its own, and standardises nothing
+        assert algo.train(one)["step"] == 20
+        return
     with pytest.raises(algo.InputError, match="has a single row"):
-        algo.train(replace(tiny, dataset=str(tmp_path / "one.npz"), run_dir=str(tmp_path / "one")))
+        algo.train(one)
 
 
 def test_default_run_dir(algo, tiny, monkeypatch, tmp_path):
@@ -230,12 +253,13 @@ def test_compile_gives_the_same_numbers(algo, tiny, monkeypatch, tmp_path):
         compiled_networks.append(type(network).__name__)
         network._compiled_call_impl = torch.compile(network._call_impl, backend="aot_eager")
 
-    algo.train(replace(tiny, total_updates=6))
+    algo.train(replace(tiny, **budget(algo, 6)))
     monkeypatch.setattr(torch.nn.Module, "compile", compile)
-    compiled = replace(tiny, total_updates=6, compile=True, run_dir=str(tmp_path / "compiled"))
+    compiled = replace(tiny, **budget(algo, 6), compile=True, run_dir=str(tmp_path / "compiled"))
     algo.train(compiled)
-    others = ["Actor", "TwinCritic", "TwinCritic"] if algo.ALGO == "crr" else ["Value"]
-    assert sorted(compiled_networks) == ["Actor", *others]
+    names = {"crr": ["Actor", "Actor", "TwinCritic", "TwinCritic"]}
+    names |= {"rlpd": ["EnsembleCritic", "GaussianActor"]}
+    assert sorted(compiled_networks) == names.get(algo.ALGO, ["Actor", "Value"])
     expected, actual = load(tiny.run_dir), load(compiled.run_dir)
     assert actual["actor"].keys() == expected["actor"].keys()
     torch.testing.assert_close(flat(actual), flat(expected), rtol=1e-4, atol=1e-6)
@@ -315,6 +339,7 @@ def test_load_policy_acts_in_the_units_of_the_environment(algo, tiny):
     assert algo.load_policy(path)(np.zeros((4, 3), np.float32)).tolist() == [[2.0]] * 4
 
 
+@pytest.mark.parametrize("algo", OFFLINE, indirect=True)
 def test_S15_acting_and_training_preprocess_alike(algo, tiny):
     """The policy of raw observations is the actor of standardised ones."""
     algo.train(tiny)
@@ -332,14 +357,24 @@ def test_S15_acting_and_training_preprocess_alike(algo, tiny):
     np.testing.assert_allclose(checkpoint["obs_std"], data.std(0, ddof=1) + 1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize("algo", ["rlpd"], indirect=True)
+def test_S15_acting_online_and_training_preprocess_alike(algo, tiny):
+    """Online, observations go into the actor as they are, in evaluation as in training."""
+    algo.train(tiny)
+    actor = algo.GaussianActor(1, 1, tiny.hidden_dim)
+    actor.load_state_dict(load(tiny.run_dir)["actor"])
+    raw = np.linspace(-3, 3, 50, dtype=np.float32)[:, None]
+    with torch.no_grad():
+        expected = torch.tanh(actor(torch.tensor(raw))[0]).numpy()
+    actual = algo.load_policy(f"{tiny.run_dir}/checkpoint.pt")(raw)
+    np.testing.assert_allclose(actual, expected, atol=1e-6)
+
+
 # ---- wrong input: one line, exit code 2
 
 WRONG_FLAGS = [
-    (["--max-weight", "0.5"], "max_weight must be >= 1, got 0.5"),
     (["--gamma", "1.0"], "gamma must be in [0, 1), got 1.0"),
     (["--learning-rate", "0"], "learning_rate must be > 0, got 0.0"),
-    (["--total-updates", "0"], "total_updates must be > 0, got 0"),
-    (["--total-epochs", "0"], "total_epochs must be > 0, got 0"),
     (["--batch-size", "0"], "batch_size must be > 0, got 0"),
     (["--reward-shift", "inf"], "reward_shift must be finite, got inf"),
     (["--reward-scale", "inf"], "reward_scale must be finite, got inf"),
@@ -354,7 +389,7 @@ WRONG_FLAGS = [
     (["--dataset", "random:0"], "dataset random:0: write random:N with N a number of steps"),
     (["--env-id", "Nowhere-v0"], "cannot make the environment Nowhere-v0:"),
     (["--env-id", "no_module:X-v0"], "cannot make the environment no_module:X-v0:"),
-    (["--env-id", "Several-v0"], "Several-v0: actions must be vectors or discrete, not"),
+    (["--env-id", "Several-v0"], "Several-v0: actions must be vectors"),
     (["--env-id", "Image-v0"], "Image-v0: observations must be vectors, not"),
     (["--env-id", "Unbounded-v0"], "Unbounded-v0: actions must have finite bounds, not"),
     (["--resume", "nowhere"], "there is no checkpoint nowhere/checkpoint.pt"),
@@ -364,6 +399,11 @@ if not torch.cuda.is_available():
     WRONG_FLAGS.append((["--device", "cuda"], "device cuda is not available here;"))
 
 
+OFFLINE_WRONG_FLAGS = [
+    (["--max-weight", "0.5"], "max_weight must be >= 1, got 0.5"),
+    (["--total-updates", "0"], "total_updates must be > 0, got 0"),
+    (["--total-epochs", "0"], "total_epochs must be > 0, got 0"),
+]
 OWN_WRONG_FLAGS = {
     "awr": [
         (["--beta", "-1.0"], "beta must be > 0, got -1.0"),
@@ -393,11 +433,42 @@ OWN_WRONG_FLAGS = {
         (["--tau", "0"], "tau must be in (0, 1], got 0.0"),
         (["--env-id", "Choice-v0", "--advantage-type", "max"], "max over all discrete actions is"),
     ],
+    "rlpd": [
+        (["--total-timesteps", "0"], "total_timesteps must be > 0, got 0"),
+        (["--offline-batch-ratio", "1.1"], "offline_batch_ratio must be in [0, 1], got 1.1"),
+        (["--offline-batch-ratio", "nan"], "offline_batch_ratio must be in [0, 1], got nan"),
+        (["--offline-pretrain-updates", "-1"], "offline_pretrain_updates must be >= 0, got -1"),
+        (["--learning-starts", "-1"], "learning_starts must be >= 0, got -1"),
+        (["--learning-starts", "2000"], "total_timesteps 2000 is spent before the first update:"),
+        (["--train-frequency", "0"], "train_frequency must be > 0, got 0"),
+        (["--train-frequency", "2001"], "total_timesteps 2000 is spent before the first update:"),
+        (["--gradient-updates-per-step", "0"], "gradient_updates_per_step must be > 0, got 0"),
+        (["--num-critics", "1"], "num_min_critics must be <= num_critics, got 2"),
+        (["--num-min-critics", "0"], "num_min_critics must be > 0, got 0"),
+        (["--alpha", "-0.1"], "alpha must be in [0, inf), got -0.1"),
+        (["--alpha", "nan"], "alpha must be in [0, inf), got nan"),
+        (["--alpha", "0.1", "--target-entropy", "-1"], "alpha must be used without --target-en"),
+        (["--target-entropy", "nan"], "target_entropy must be finite, got nan"),
+        (["--tau", "0"], "tau must be in (0, 1], got 0.0"),
+        (["--buffer-capacity", "0"], "buffer_capacity must be > 0, got 0"),
+        (["--buffer-capacity", "9" * 15], "buffer_capacity 999999999999999 is too much memory"),
+        (["--buffer-capacity", "9", "--data-in-buffer"], "buffer_capacity must be >= the 20000 r"),
+        (["--dataset", "none", "--data-in-buffer"], "there is no dataset for Pendulum-v1: give"),
+        (["--dataset", "none", "--offline-pretrain-updates", "9"], "there is no dataset for"),
+        (["--env-id", "Probe-v0", "--data-in-buffer"], "there is no dataset for Probe-v0: give"),
+        (["--record-replay", "x.npz"], "record_replay must be used with --evaluate, got x.npz"),
+        (["--record-replay", "x.txt"], "record_replay must be a name that ends in .npz, got"),
+        (["--env-id", "Choice-v0"], "Choice-v0: actions must be vectors, not Discrete"),
+    ],
 }
 ALL_WRONG_FLAGS = [
     pytest.param(name, flags, line, id=f"{name} {' '.join(flags)}")
     for name in ALGOS
-    for flags, line in WRONG_FLAGS + OWN_WRONG_FLAGS[name]
+    for flags, line in [
+        *WRONG_FLAGS,
+        *(OFFLINE_WRONG_FLAGS if name in OFFLINE else ()),
+        *OWN_WRONG_FLAGS[name],
+    ]
 ]
 
 
@@ -499,10 +570,12 @@ def test_resume_from_the_command_line(algo, finished, run):
     args, _ = finished
     code, _, err = run("--resume", args.run_dir, "--batch-size", "256")
     assert (code, err) == (2, "--resume keeps batch_size = 32 of the run, got 256\n")
-    code, _, err = run("--resume", args.run_dir, "--total-updates", "25")
+    (name, value) = next(iter(budget(algo, 25).items()))
+    code, _, err = run("--resume", args.run_dir, f"--{name.replace('_', '-')}", value)
     assert (code, err) == (0, "") and load(args.run_dir)["step"] == 25
 
 
+@pytest.mark.parametrize("algo", OFFLINE, indirect=True)
 def test_resume_of_a_run_in_epochs_wants_epochs(algo, tiny, run):
     algo.train(replace(tiny, total_epochs=1))
     code, _, err = run("--resume", tiny.run_dir, "--total-updates", "99")
@@ -545,8 +618,10 @@ def test_full_disk(algo, tiny, tmp_path):
         run_dir = disk / "run"
         run_dir.mkdir()
         (run_dir / "best.pt").write_bytes(b"from before")
-        flags = f"--dataset random:300 --total-updates 20 --eval-episodes 1 --run-dir {run_dir}"
-        flags += " --value-warmup 5" if algo.ALGO == "awr" else ""
+        flags = f"--dataset random:300 --eval-episodes 1 --run-dir {run_dir}"
+        own = {"awr": " --total-updates 20 --value-warmup 5"}
+        own |= {"rlpd": " --total-timesteps 20 --learning-starts 5 --hidden-dim 256"}
+        flags += own.get(algo.ALGO, " --total-updates 20")
         code = f"import runpy, sys; {limit} sys.argv = {[algo.__file__, *flags.split()]!r}\n"
         code += f"runpy.run_path({algo.__file__!r}, run_name='__main__')"
         result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -6,15 +6,20 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import CLONING, load, save_rows
+from conftest import CLONING, OFFLINE, budget, load, save_rows
 
 
 def values(algo, args, obs, action):
-    """V(s), or the mean of the two Q(s, a), of a finished run, at raw observations."""
+    """V(s), or the mean of all Q(s, a), of a finished run, at raw observations."""
     checkpoint = load(args.run_dir)
     obs = torch.tensor(obs, dtype=torch.float32)[:, None]
-    obs = (obs - checkpoint["obs_mean"]) / checkpoint["obs_std"]
+    if algo.ALGO in OFFLINE:
+        obs = (obs - checkpoint["obs_mean"]) / checkpoint["obs_std"]
     with torch.no_grad():
+        if algo.ALGO == "rlpd":
+            critic = algo.EnsembleCritic(3, 1, 1, args.hidden_dim, layer_norm=True)
+            critic.load_state_dict(checkpoint["critic"])
+            return critic(obs, torch.tensor(action, dtype=torch.float32)[:, None]).mean(0).tolist()
         if algo.ALGO == "crr":
             critic = algo.TwinCritic(1, 1, args.hidden_dim)
             critic.load_state_dict(checkpoint["critic"])
@@ -31,18 +36,24 @@ def greedy_action(algo, args, obs=0.0):
 
 @pytest.fixture
 def probe_args(algo, tiny):
-    own = {"tau": 0.05} if algo.ALGO == "crr" else {"refresh_interval": 50}
-    own |= {"value_warmup": 200} if algo.ALGO == "awr" else {}
+    """RLPD sees the data alone here: its own steps are another problem."""
+    own = {
+        "awr": {"refresh_interval": 50, "value_warmup": 200},
+        "marwil": {"refresh_interval": 50},
+        "crr": {"tau": 0.05},
+        "rlpd": {"tau": 0.05, "offline_batch_ratio": 1.0, "alpha": 0.0, "learning_starts": 0}
+        | {"gradient_updates_per_step": 1},
+    }
     return replace(
         tiny,
         reward_scale=1.0,
         hidden_dim=32,
         batch_size=64,
-        total_updates=800,
+        **budget(algo, 800),
         eval_interval=1000,
         learning_rate=3e-3,
         log_interval=1000,
-        **own,
+        **own[algo.ALGO],
     )
 
 
@@ -73,9 +84,11 @@ def test_termination_does_not_bootstrap(algo, probe_args, tmp_path):
     assert values(algo, args, [0, 1], [0.5, -0.5]) == pytest.approx([0, 1], abs=0.05)
 
 
-@pytest.mark.parametrize("weight_type", ["binary", "exp"])
-@pytest.mark.parametrize("algo", ["crr"], indirect=True)
-def test_two_step_mdp_with_known_q(algo, probe_args, tmp_path, weight_type):
+WEIGHT_TYPES = [("crr", {"weight_type": "binary"}), ("crr", {"weight_type": "exp", "beta": 0.2})]
+
+
+@pytest.mark.parametrize(("algo", "flags"), [*WEIGHT_TYPES, ("rlpd", {})], indirect=["algo"])
+def test_two_step_mdp_with_known_q(algo, probe_args, tmp_path, flags):
     """s = 0 leads to s = 1 for nothing; there, a > 0 pays 1, all else 0, and it ends.
 
     Q(1, a) = 1[a > 0]. The policy learns to take a > 0 there, so that Q(0, .) tends to gamma * 1,
@@ -87,7 +100,7 @@ def test_two_step_mdp_with_known_q(algo, probe_args, tmp_path, weight_type):
     reward = np.where(obs == 1, (action > 0).astype(float), 0.0)
     end = obs == 1
     path = save_rows(tmp_path / "d.npz", obs, action, reward, obs + 1, end, end & False)
-    args = replace(probe_args, dataset=path, gamma=0.8, weight_type=weight_type, beta=0.2)
+    args = replace(probe_args, dataset=path, gamma=0.8, **flags)
     algo.train(args)
     assert values(algo, args, [1.0, 1.0], [-0.5, 0.5]) == pytest.approx([0, 1], abs=0.1)
     assert values(algo, args, [0.0, 0.0], [-0.5, 0.5]) == pytest.approx([0.8, 0.8], abs=0.1)
@@ -143,12 +156,43 @@ def test_bandit_is_solved_and_cloning_is_not(algo, probe_args, tmp_path):
     sharp = {"awr": {"beta": 0.3}, "marwil": {"beta": 3.0}}
     args = replace(probe_args, dataset=path, **sharp.get(algo.ALGO, {}))
     algo.train(args)
-    cloning = replace(args, **CLONING[algo.ALGO], run_dir=args.run_dir + "-bc")
-    algo.train(cloning)
     assert greedy_action(algo, args) == pytest.approx(0.6, abs=0.15)
-    assert greedy_action(algo, cloning) == pytest.approx(0.0, abs=0.15)
+    if algo.ALGO in OFFLINE:
+        cloning = replace(args, **CLONING[algo.ALGO], run_dir=args.run_dir + "-bc")
+        algo.train(cloning)
+        assert greedy_action(algo, cloning) == pytest.approx(0.0, abs=0.15)
 
 
+@pytest.mark.parametrize("algo", ["rlpd"], indirect=True)
+def test_S1_online_truncation_bootstraps(algo, probe_args):
+    """1 - (a - 0.5)^2 per step, truncated every tenth: without any data the policy finds 0.5, and
+    with gamma 0.9, Q(0.5) = 1 / (1 - 0.9) = 10. A cut that counts as an end gives less than 7."""
+    args = replace(probe_args, dataset="none", offline_batch_ratio=0.0, gamma=0.9)
+    args = replace(args, learning_starts=100, gradient_updates_per_step=2)
+    result = algo.train(args)
+    assert result["eval/return_mean"] == pytest.approx(10, abs=0.1)
+    assert greedy_action(algo, args) == pytest.approx(0.5, abs=0.1)
+    assert values(algo, args, [0.0, 0.0], [0.5, -0.5]) == pytest.approx([10, 9], abs=0.4)
+
+
+@pytest.mark.parametrize("algo", ["rlpd"], indirect=True)
+def test_data_alone_and_steps_alone_and_both(algo, probe_args, tmp_path):
+    """The data pay for a = -0.5, the environment for a = 0.5: with the ratio goes the policy."""
+    action = np.random.default_rng(0).uniform(-1, 1, 2000)
+    rows, end = np.zeros(2000), np.ones(2000, bool)
+    reward = 1 - (action + 0.5) ** 2
+    path = save_rows(tmp_path / "d.npz", rows, action, reward, rows, end, end & False)
+    found = []
+    for ratio in (0.0, 0.5, 1.0):
+        args = replace(probe_args, dataset=path, offline_batch_ratio=ratio, gamma=0.0)
+        args = replace(args, learning_starts=100, run_dir=f"{probe_args.run_dir}-{ratio}")
+        algo.train(args)
+        found.append(greedy_action(algo, args))
+    assert found[0] == pytest.approx(0.5, abs=0.15) and found[2] == pytest.approx(-0.5, abs=0.15)
+    assert found[2] + 0.2 < found[1] < found[0] - 0.2
+
+
+@pytest.mark.parametrize("algo", OFFLINE, indirect=True)
 def test_discrete_bandit_is_solved_and_cloning_is_not(algo, probe_args, tmp_path):
     """Three actions, of which the rarer 6 pays: cloning takes 5, the most frequent one."""
     action = np.random.default_rng(0).choice([5, 6, 7], 2000, p=[0.5, 0.3, 0.2])

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ALGOS, ROOT, flat, load
+from conftest import ALGOS, OFFLINE, ROOT, budget, flat, load
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
 
@@ -38,7 +38,7 @@ def assert_equal(left, right, where):
         assert left == right, where
 
 
-FLAGS = {
+OFFLINE_FLAGS = {
     "default": {},
     "random-data": {"dataset": "random:200", "normalize_reward": True},
     "epochs": {"total_epochs": 2},
@@ -58,32 +58,38 @@ OWN_FLAGS = {
         "hard": {"weight_type": "exp", "advantage_type": "max", "tau": 1.0, "target_interval": 7},
         "cwp": {"num_cwp_samples": 3},
     },
+    "rlpd": {
+        "default": {},
+        "no-data": {"dataset": "none"},
+        "data-in-buffer": {"data_in_buffer": True, "offline_batch_ratio": 0.25},
+        "full-ring": {"buffer_capacity": 13},
+        "pretrained": {"offline_pretrain_updates": 7},
+        "now-and-then": {"train_frequency": 7, "log_interval": 5, "learning_starts": 0},
+        "fixed-alpha": {"alpha": 0.2, "backup_entropy": False, "critic_layer_norm": False},
+        "in-mid-episode": {"env_id": "Walk-v0", "dataset": "random:50"},
+        "pendulum": {"env_id": "Pendulum-v1", "dataset": "random:50"},
+    },
 }
 CASES = [
     pytest.param(name, flags, id=f"{name}-{case}")
     for name in ALGOS
-    for case, flags in (FLAGS | OWN_FLAGS[name]).items()
+    for case, flags in ((OFFLINE_FLAGS if name in OFFLINE else {}) | OWN_FLAGS[name]).items()
 ]
 
 
 @pytest.mark.parametrize(("algo", "flags"), CASES, indirect=["algo"])
 def test_S17_n_plus_n_is_2n(algo, tiny, tmp_path, flags):
     tiny = replace(tiny, **flags)
-    whole = replace(tiny, total_updates=40, run_dir=str(tmp_path / "whole"))
-    half = replace(tiny, total_updates=20, run_dir=str(tmp_path / "half"))
+    whole = replace(tiny, **budget(algo, 40), run_dir=str(tmp_path / "whole"))
+    half = replace(tiny, **budget(algo, 20), run_dir=str(tmp_path / "half"))
+    more = replace(half, **budget(algo, 40), resume=half.run_dir)
     if "total_epochs" in flags:  # 2 epochs of ceil(300 / 32) = 10 updates
         whole = replace(whole, total_epochs=4)
+        more = replace(more, **budget(algo, 20), total_epochs=4)
     algo.train(whole)
     algo.train(half)
     assert load(half.run_dir)["step"] == 20
-    algo.train(
-        replace(
-            half,
-            total_updates=half.total_updates if half.total_epochs else 40,
-            total_epochs=half.total_epochs and 4,
-            resume=half.run_dir,
-        )
-    )
+    algo.train(more)
     assert load(whole.run_dir)["step"] == 40
     assert_same_state(load(whole.run_dir), load(half.run_dir))
     assert_same_state(load(whole.run_dir, "best.pt"), load(half.run_dir, "best.pt"))
@@ -92,10 +98,10 @@ def test_S17_n_plus_n_is_2n(algo, tiny, tmp_path, flags):
 
 def test_S17_n_need_not_be_a_multiple_of_the_eval_interval(algo, tiny, tmp_path):
     """The closing evaluation at N is one that the run of 2N does not have, but it only looks."""
-    algo.train(replace(tiny, total_updates=30, run_dir=str(tmp_path / "whole")))
-    half = replace(tiny, total_updates=15, run_dir=str(tmp_path / "half"))
+    algo.train(replace(tiny, **budget(algo, 30), run_dir=str(tmp_path / "whole")))
+    half = replace(tiny, **budget(algo, 15), run_dir=str(tmp_path / "half"))
     algo.train(half)
-    algo.train(replace(half, total_updates=30, resume=half.run_dir))
+    algo.train(replace(half, **budget(algo, 30), resume=half.run_dir))
     whole, half = load(tmp_path / "whole"), load(tmp_path / "half")
     for key in whole.keys() - {"args", "log_position", "best_return", "evals_since_best"}:
         assert_equal(whole[key], half[key], key)
@@ -155,6 +161,14 @@ OWN_PARTS = {
     "awr": {"value", "actor_opt", "value_opt", "returns", "advantage_mean", "advantage_std"},
     "marwil": {"value", "opt", "returns", "squared_norm"},
     "crr": {"critic", "target_actor", "target_critic", "actor_opt", "critic_opt"},
+    "rlpd": {"critic", "target_critic", "actor_opt", "critic_opt", "alpha_opt", "log_alpha"}
+    | {"buffer", "num_updates", "episode", "episode_actions", "current_obs"},
+}
+NUM_UPDATES = {  # of an optimiser in 20 updates, or steps
+    ("awr", "actor_opt"): 15,  # V warms up for 5
+    ("rlpd", "critic_opt"): 32,  # two per step, after 4
+    ("rlpd", "actor_opt"): 16,
+    ("rlpd", "alpha_opt"): 16,
 }
 
 
@@ -162,14 +176,14 @@ def test_S17_checkpoint_holds_every_part(algo, tiny):
     """Each of these, left out or reset, would make a resumed run another run."""
     algo.train(tiny)
     checkpoint = load(tiny.run_dir)
-    assert checkpoint.keys() == OWN_PARTS[algo.ALGO] | {
+    normaliser = {"obs_mean", "obs_std"} if algo.ALGO in OFFLINE else set()
+    assert checkpoint.keys() == OWN_PARTS[algo.ALGO] | normaliser | {
         *("algo", "args", "step", "log_position", "best_return", "evals_since_best", "fingerprint"),
-        *("generator", "obs_mean", "obs_std", "actor"),
+        *("generator", "actor"),
     }
     assert checkpoint["args"] == asdict(tiny)
-    for name in checkpoint.keys() & {"opt", "actor_opt", "value_opt", "critic_opt"}:
-        states = checkpoint[name]["state"]
-        updates = 15 if (algo.ALGO, name) == ("awr", "actor_opt") else 20  # V warms up for 5
+    for name in (name for name in checkpoint if name.endswith("opt")):
+        states, updates = checkpoint[name]["state"], NUM_UPDATES.get((algo.ALGO, name), 20)
         assert all(state["step"].item() == updates for state in states.values()) and states
 
 
@@ -209,13 +223,13 @@ def test_resume_refuses_other_flags_and_other_data(algo, tiny, probe_data, tmp_p
     path.write_bytes(Path(probe_data).read_bytes())
     tiny = replace(tiny, dataset=str(path))
     algo.train(tiny)
-    more = replace(tiny, resume=tiny.run_dir, total_updates=40)
+    more = replace(tiny, resume=tiny.run_dir, **budget(algo, 40))
     with pytest.raises(algo.InputError, match=r"--resume keeps gamma = 0\.99 of the run, got 0\.9"):
         algo.train(replace(more, gamma=0.9))
     with pytest.raises(algo.InputError, match="--resume keeps env_id = Probe-v0"):
         algo.train(replace(more, env_id="Pendulum-v1"))
-    with pytest.raises(algo.InputError, match="is at update 20 already"):
-        algo.train(replace(more, total_updates=20))
+    with pytest.raises(algo.InputError, match=r"is at (update|step) 20 already"):
+        algo.train(replace(more, **budget(algo, 20)))
     with pytest.raises(algo.InputError, match="holds a run already"):
         algo.train(tiny)
     data = dict(np.load(path))
@@ -229,7 +243,7 @@ def test_resume_refuses_other_flags_and_other_data(algo, tiny, probe_data, tmp_p
 def test_resume_may_change_budget_intervals_and_stops(algo, tiny):
     algo.train(tiny)
     changes = {"eval_interval": 7, "checkpoint_interval": 3, "log_interval": 2, "patience": 50}
-    algo.train(replace(tiny, resume=tiny.run_dir, total_updates=30, target_return=1e9, **changes))
+    algo.train(replace(tiny, resume=tiny.run_dir, **budget(algo, 30), target_return=1e9, **changes))
     checkpoint = load(tiny.run_dir)
     assert checkpoint["step"] == 30 and checkpoint["args"]["eval_interval"] == 7
 
@@ -237,7 +251,7 @@ def test_resume_may_change_budget_intervals_and_stops(algo, tiny):
 def test_resume_drops_what_was_logged_after_the_checkpoint(algo, tiny, tmp_path):
     """After a kill, metrics.csv is ahead of the checkpoint, and may end in half a line. TensorBoard
     hides what was written after the checkpoint, too."""
-    whole = replace(tiny, total_updates=30, run_dir=str(tmp_path / "whole"))
+    whole = replace(tiny, **budget(algo, 30), run_dir=str(tmp_path / "whole"))
     algo.train(whole)
     algo.train(tiny)
     with open(f"{tiny.run_dir}/metrics.csv", "a") as file:
@@ -246,7 +260,7 @@ def test_resume_drops_what_was_logged_after_the_checkpoint(algo, tiny, tmp_path)
     writer.add_scalar("losses/actor", 123.0, 25)
     writer.close()
     time.sleep(1.1)  # TensorBoard orders its files by the second
-    algo.train(replace(tiny, total_updates=30, resume=tiny.run_dir))
+    algo.train(replace(tiny, **budget(algo, 30), resume=tiny.run_dir))
     assert metrics_of(whole.run_dir) == metrics_of(tiny.run_dir)
     events = EventAccumulator(tiny.run_dir).Reload().Scalars("losses/actor")
     assert [event.step for event in events] == [5, 10, 15, 20, 25, 30]
@@ -262,6 +276,7 @@ def test_patience_waits_for_the_actor(algo, tiny):
     assert steps == ["0", "14"]
 
 
+@pytest.mark.parametrize("algo", OFFLINE, indirect=True)
 def test_the_hint_at_the_end_names_the_budget_that_counts(algo, tiny, capsys):
     algo.train(replace(tiny, total_epochs=1, quiet=False))
     assert "--total-epochs <more>" in capsys.readouterr().out
@@ -273,7 +288,7 @@ def test_early_stops_and_best(algo, tiny, monkeypatch, capsys):
     monkeypatch.setattr(
         algo.common, "evaluate", lambda *_: np.full(2, next(script), dtype=np.float64)
     )
-    args = replace(tiny, total_updates=100, patience=2, quiet=False)
+    args = replace(tiny, **budget(algo, 100), patience=2, quiet=False)
     result = algo.train(args)
     assert (result["step"], result["eval/best_return"]) == (40, 3.0)  # 20 best, 30, 40 not better
     assert load(args.run_dir, "best.pt")["step"] == 20
@@ -290,7 +305,7 @@ def test_best_and_patience_survive_a_resume(algo, tiny, monkeypatch):
     script = iter([0.0, 5.0, 3.0, 4.0, 4.0])
     monkeypatch.setattr(algo.common, "evaluate", lambda *_: np.full(2, next(script)))
     algo.train(tiny)
-    result = algo.train(replace(tiny, resume=tiny.run_dir, total_updates=40, patience=2))
+    result = algo.train(replace(tiny, resume=tiny.run_dir, **budget(algo, 40), patience=2))
     assert (result["step"], result["eval/best_return"]) == (30, 5.0)
     assert load(tiny.run_dir, "best.pt")["step"] == 10
 
@@ -300,7 +315,7 @@ def test_a_rate_of_almost_zero_stops_every_optimiser(algo, tiny, tmp_path):
     algo.train(replace(tiny, warmup_updates=10**9))
     fresh = replace(tiny, learning_rate=1e-30, run_dir=str(tmp_path / "fresh"))
     algo.train(fresh)
-    for key in ("actor", "critic" if algo.ALGO == "crr" else "value"):
+    for key in ("actor", "value" if algo.ALGO in ("awr", "marwil") else "critic"):
         moved = flat(load(tiny.run_dir), [key]) - flat(load(fresh.run_dir), [key])
         assert moved.abs().max() < 1e-7
 
@@ -315,7 +330,7 @@ def test_seed_reaches_the_dataset(algo, tiny, tmp_path):
 
 
 def test_last_evaluation_and_checkpoint_are_of_the_last_update(algo, tiny):
-    result = algo.train(replace(tiny, total_updates=23))
+    result = algo.train(replace(tiny, **budget(algo, 23)))
     assert result["step"] == 23 and load(tiny.run_dir)["step"] == 23
     policy = algo.load_policy(f"{tiny.run_dir}/checkpoint.pt")
     returns = algo.common.evaluate(policy, tiny.env_id, tiny.eval_episodes, tiny.eval_seed)
@@ -327,7 +342,9 @@ def test_last_evaluation_and_checkpoint_are_of_the_last_update(algo, tiny):
 def test_kill_in_the_middle_of_a_save(algo, tiny, tmp_path):
     """kill -9 while a save is half written: the checkpoint before it is whole, and the resumed run
     ends as the one that was never killed. A slow disk makes the window wide enough to hit."""
-    whole = replace(tiny, total_updates=60, checkpoint_interval=10, run_dir=str(tmp_path / "whole"))
+    whole = replace(
+        tiny, **budget(algo, 60), checkpoint_interval=10, run_dir=str(tmp_path / "whole")
+    )
     algo.train(whole)
     killed = replace(whole, run_dir=str(tmp_path / "killed"))
     script = f"""
@@ -362,7 +379,8 @@ algo.train(algo.Args(**{asdict(killed)!r}))
 def test_ctrl_c_saves_and_resume_is_bit_exact(algo, tmp_path):
     """The script itself, stopped by a real Ctrl-C, then resumed with the line that it printed."""
     command = [sys.executable, algo.__file__]
-    flags = ["--dataset", "random:500", "--hidden-dim", "16", "--total-updates", "500"]
+    flags = ["--dataset", "random:500", "--hidden-dim", "16"]
+    flags += [f"--{name.replace('_', '-')}={value}" for name, value in budget(algo, 500).items()]
     flags += ["--eval-episodes", "1", "--log-interval", "10", "--torch-threads", "1"]
     flags += ["--value-warmup", "100"] if algo.ALGO == "awr" else []
     process = subprocess.Popen(

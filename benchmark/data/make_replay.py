@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 ENV_ID = "HalfCheetah-v5"
 SAC = "--dataset none --num-critics 2 --no-critic-layer-norm --gradient-updates-per-step 1"
-FLAGS = f"{SAC} --hidden-dim 256 --learning-rate 3e-4 --learning-starts 1000 --seed 100"
+FLAGS = f"{SAC} --hidden-dim 256 --learning-starts 1000 --seed 100"
 RUN = "runs/data/sac-halfcheetah"
 FILE = "runs/data/halfcheetah-replay-sac.npz"
 
