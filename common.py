@@ -407,7 +407,6 @@ def evaluate(
 
 def record(policy: Policy, env_id: str, episodes: int, seed: int, path: str) -> np.ndarray:
     """evaluate(), with every step saved in our npz layout: a dataset for any offline algorithm."""
-    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     rows = [[] for _ in range(episodes)]
     returns = evaluate(policy, env_id, episodes, seed, rows)
     columns = zip(*[row for episode in rows for row in episode])
@@ -420,6 +419,7 @@ def record(policy: Policy, env_id: str, episodes: int, seed: int, path: str) -> 
 def save_npz(path: str, arrays: dict[str, np.ndarray]) -> None:
     """Under a temporary name first: a crash leaves the old file or the new one, never a half."""
     temporary = f"{path}.tmp"
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     try:
         with open(temporary, "wb") as file:
             np.savez_compressed(file, **arrays)

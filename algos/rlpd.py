@@ -18,8 +18,9 @@ Equations (a prime marks a target network, i runs over the C critics):
     The last two once per G critic updates, on the last of the G mini-batches.
 
 Differences from the paper:
-    - The defaults are a smaller set (C, G, width) that fits Pendulum and a laptop.
-    - log std is squashed into [-5, 2] instead of clipped: a clip has no gradient outside.
+    - The defaults are a smaller set (C, G, width, steps) that fits Pendulum and a laptop.
+    - log std is squashed into [-5, 2] instead of clipped, since a clip has no gradient outside, and
+      the policy starts without a preference in any state.
     - The paper chooses per domain whether entropy is part of y and the size of Z. Sparse rewards:
       --no-backup-entropy; its AntMaze: --num-min-critics 1 (with a third layer, which is not here).
 
@@ -28,7 +29,8 @@ A + 3 a transition, E evaluation episodes. A scalar per transition is [B], never
 
 Run it:
     python algos/rlpd.py --env-id Pendulum-v1
-    python algos/rlpd.py --dataset none --num-critics 2 --no-critic-layer-norm   (plain SAC)
+    python algos/rlpd.py --dataset none --num-critics 2 --no-critic-layer-norm
+(This is SAC, but that the actor follows the mean of the two critics, not the minimum.)
 The paper's hyper-parameters, on a Minari dataset:
     python algos/rlpd.py --env-id HalfCheetah-v5 --dataset minari:mujoco/halfcheetah/medium-v0 \\
         --num-critics 10 --hidden-dim 256 --gradient-updates-per-step 20 --learning-rate 3e-4 \\
@@ -38,9 +40,10 @@ Datasets for the offline files, of a policy's episodes or of all that a run has 
     python algos/rlpd.py --evaluate runs/<run>/checkpoint.pt --record-replay replay.npz
 
 Resume it:
-    python algos/rlpd.py --resume runs/<run>   (a checkpoint: 2 MB + 4 W bytes per step)
-The interrupted episode is reset from its seed and its actions are played again, so that the stream
-goes on in any environment that is a function of seed and actions.
+    python algos/rlpd.py --resume runs/<run>
+The episode that was cut is started anew from its seed, and its actions are played again: exact in
+any environment that is a function of seed and actions. A checkpoint has 2 MB (the paper's size: 12)
+and 4 W bytes per step in the buffer, and takes about 20 ms for every 10 MB.
 """
 
 import csv
@@ -97,9 +100,9 @@ class Args:
     torch_threads: int | None = None  # CPU threads [all cores]
     compile: bool = False  # torch.compile the networks: slow to start; pays for large ensembles
     # RLPD only
-    offline_batch_ratio: float = 0.5  # share of the dataset in every mini-batch; 0: plain SAC
-    offline_pretrain_updates: int = 0  # updates on the dataset alone, before the first step
-    data_in_buffer: bool = False  # put the dataset into the replay buffer (a naive baseline)
+    offline_batch_ratio: float = 0.5  # share of the dataset in every mini-batch; 0: no prior data
+    offline_pretrain_updates: int = 0  # updates of all on the dataset alone, as steps below 1
+    data_in_buffer: bool = False  # with ratio 0: start with the dataset in the replay buffer
     buffer_capacity: int = 1_000_000  # steps that the replay buffer holds; then the oldest go
     learning_starts: int = 200  # first steps, with random actions and without updates
     train_frequency: int = 1  # steps between blocks of updates
@@ -138,6 +141,8 @@ def check_args(args: Args) -> None:
     )
     values = {name: getattr(args, name) for name in positive.split()}
     rules = [(name, "> 0", value is None or value > 0) for name, value in values.items()]
+    ratio = args.offline_batch_ratio
+    is_pure, is_mixed = ratio in (0, 1), 0.5 < ratio * args.batch_size < args.batch_size - 0.5
     rules += [
         ("seed", "in [0, 2^63)", 0 <= args.seed < 2**63),
         ("eval_seed", "in [0, 2^31)", 0 <= args.eval_seed < 2**31),
@@ -146,7 +151,9 @@ def check_args(args: Args) -> None:
         ("learning_rate", "finite", args.learning_rate < math.inf),
         ("gamma", "in [0, 1)", 0 <= args.gamma < 1),
         ("warmup_updates", ">= 0", args.warmup_updates >= 0),
-        ("offline_batch_ratio", "in [0, 1]", 0 <= args.offline_batch_ratio <= 1),
+        ("offline_batch_ratio", "in [0, 1]", 0 <= ratio <= 1),
+        ("offline_batch_ratio", "0, 1 or enough for a row of each kind", is_pure or is_mixed),
+        ("offline_batch_ratio", "0 with --data-in-buffer", ratio == 0 or not args.data_in_buffer),
         ("offline_pretrain_updates", ">= 0", args.offline_pretrain_updates >= 0),
         ("learning_starts", ">= 0", args.learning_starts >= 0),
         ("num_min_critics", "<= num_critics", args.num_min_critics <= args.num_critics),
@@ -154,17 +161,13 @@ def check_args(args: Args) -> None:
         ("target_entropy", "finite", math.isfinite(args.target_entropy or 0)),
         ("alpha", "used without --target-entropy", None in (args.alpha, args.target_entropy)),
         ("tau", "in (0, 1]", 0 < args.tau <= 1),
-        ("record", "a name that ends in .npz", (args.record or ".npz").endswith(".npz")),
-        ("record", "used with --evaluate", not args.record or args.evaluate),
-        (
-            "record_replay",
-            "a name that ends in .npz",
-            (args.record_replay or ".npz").endswith(".npz"),
-        ),
-        ("record_replay", "used with --evaluate", not args.record_replay or args.evaluate),
         ("capture_video", "used with --evaluate", not args.capture_video or args.evaluate),
         ("resume", "used without --evaluate", not args.resume or not args.evaluate),
     ]
+    for name in ("record", "record_replay"):
+        path = getattr(args, name)
+        rules.append((name, "a name that ends in .npz", path is None or path.endswith(".npz")))
+        rules.append((name, "used with --evaluate", path is None or args.evaluate))
     for field in fields(args):  # the command line checks choices by itself, Python does not
         if get_origin(field.type) is Literal:
             choices = get_args(field.type)
@@ -277,7 +280,7 @@ class EnsembleCritic(nn.Module):
         layers = []
         for input_dim in (obs_dim + action_dim, hidden_dim):
             layers.append(EnsembleLinear(num_members, input_dim, hidden_dim))
-            if layer_norm:  # bounds |Q_i| by |w_i| sqrt(H) + |b_i| for any action, seen or not
+            if layer_norm:  # rows of norm sqrt(H) at most: Q is bounded for any action, seen or not
                 layers.append(EnsembleLayerNorm(num_members, hidden_dim))
             layers.append(nn.ReLU(inplace=True))
         self.net = nn.Sequential(*layers, EnsembleLinear(num_members, hidden_dim, 1))
@@ -477,6 +480,8 @@ def make_policy(
 def save_replay(checkpoint: dict, env: gym.Env, path: str) -> int:
     """The replay buffer of a checkpoint as a dataset, oldest step first. -> number of its rows"""
     rows, position = checkpoint["buffer"]["rows"], checkpoint["buffer"]["position"]
+    if len(rows) == 0:
+        raise InputError("the replay buffer is still empty")
     buffer = Buffer(len(rows), *check_spaces(env), torch.device("cpu"))
     fields = [field.numpy() for field in buffer.split(torch.roll(rows, -position, dims=0))]
     fields[1] = common.unnormalize_action(fields[1], env.action_space)
@@ -616,6 +621,12 @@ EVALUATE_MAY_CHANGE = (
 )
 
 
+def num_blocks(step: int, args: Args) -> int:
+    """Blocks of updates up to an environment step: one per train_frequency, after the start."""
+    frequency = args.train_frequency
+    return step // frequency - min(step, args.learning_starts) // frequency
+
+
 def start_episode(env: gym.Env, seed: int, episode: int, actions: list) -> tuple:
     """Episode k always starts from the seed that (seed, k) makes. A resumed run then plays the
     actions again that it took before it stopped. -> observation, return so far"""
@@ -645,13 +656,12 @@ def train(args: Args) -> dict[str, float]:
     args = replace(args, device=device.type)  # a resumed run must not change it: bits would differ
     env = common.make_env(args.env_id)
     obs_dim, action_dim = check_spaces(env)
-    total, frequency = args.total_timesteps, args.train_frequency
-    num_blocks = total // frequency - min(args.learning_starts, total) // frequency
-    total_updates = args.offline_pretrain_updates + num_blocks * args.gradient_updates_per_step
-    if num_blocks == 0:
+    total, total_blocks = args.total_timesteps, num_blocks(args.total_timesteps, args)
+    total_updates = args.offline_pretrain_updates + total_blocks * args.gradient_updates_per_step
+    if total_blocks == 0:
         raise InputError(
             f"total_timesteps {total} is spent before the first update: lower --learning-starts"
-            f" ({args.learning_starts}) or --train-frequency ({frequency})"
+            f" ({args.learning_starts}) or --train-frequency ({args.train_frequency})"
         )
     now, env_name = time.strftime("%Y%m%d-%H%M%S"), re.sub(r"\W", "-", args.env_id)
     run_dir = args.resume or args.run_dir or f"runs/{ALGO}__{env_name}__{args.seed}__{now}"
@@ -668,7 +678,6 @@ def train(args: Args) -> dict[str, float]:
 
     # data
     spec, num_offline = args.dataset, round(args.offline_batch_ratio * args.batch_size)
-    dataset, offline, fingerprint = None, None, 0
     if spec == "auto" and not (common.SHIPPED / f"{env.spec.id}.npz").is_file():
         spec = "none"
     if spec == "none":
@@ -677,16 +686,23 @@ def train(args: Args) -> dict[str, float]:
             raise InputError(f"there is no dataset for {args.env_id}: give one with --dataset")
     try:
         online = Buffer(args.buffer_capacity, obs_dim, action_dim, device)
-    except RuntimeError:
+    except (RuntimeError, TypeError):
         raise InputError(f"buffer_capacity {args.buffer_capacity} is too much memory") from None
+    offline, fingerprint, first_scalars, prior_data = None, 0, {}, "no prior data"
     if num_offline > 0 or args.offline_pretrain_updates > 0 or args.data_in_buffer:
         dataset = common.load_dataset(spec, env, args.seed)
-        fingerprint = dataset.fingerprint()
+        fingerprint, returns = dataset.fingerprint(), dataset.episode_returns
+        first_scalars = {"stats/behaviour_return": returns.mean()}
+        prior_data = (
+            f"{len(dataset):,} transitions of {dataset.source}, {len(returns)} episodes,"
+            f" mean return {returns.mean():.1f}"
+        )
         offline = Buffer(len(dataset), obs_dim, action_dim, device)
         offline.add(as_rows(*(getattr(dataset, name) for name in common.NAMES)))
+        del dataset  # a large one is held once
     if args.data_in_buffer:
-        if len(dataset) > args.buffer_capacity:
-            raise InputError(f"buffer_capacity must be >= the {len(dataset)} rows of the dataset")
+        if offline.size > args.buffer_capacity:
+            raise InputError(f"buffer_capacity must be >= the {offline.size} rows of the dataset")
         online.add(offline.rows)
 
     # networks
@@ -730,9 +746,11 @@ def train(args: Args) -> dict[str, float]:
         episode_actions = list(checkpoint["episode_actions"].numpy())
         best_return, evals_since_best = checkpoint["best_return"], checkpoint["evals_since_best"]
     current_obs, episode_return = start_episode(env, args.seed, episode, episode_actions)
-    if args.resume and not np.array_equal(current_obs, checkpoint["current_obs"].numpy()):
-        raise InputError(f"{args.env_id} is no function of its seed: it cannot be resumed exactly")
     is_fresh, first_update = not args.resume, num_updates
+    if args.resume:
+        if not np.array_equal(current_obs, checkpoint["current_obs"].numpy()):
+            raise InputError(f"{args.env_id} is no function of its seed: it cannot be resumed")
+        del checkpoint  # with a copy of the buffer
     args = replace(args, resume=None)
     if args.compile:
         for network in (actor, critic):
@@ -745,17 +763,9 @@ def train(args: Args) -> dict[str, float]:
     args_json = json.dumps(asdict(args), indent=2).encode()
     save_atomically(f"{run_dir}/args.json", lambda file: file.write(args_json))
     logger = Logger(run_dir, total, args.quiet, **log_position)
-    prior = "no prior data: plain SAC"
-    if dataset is not None:
-        returns = dataset.episode_returns
-        prior = (
-            f"{len(dataset):,} transitions of {dataset.source}, {len(returns)} episodes,"
-            f" mean return {returns.mean():.1f}"
-        )
-    logger.line(f"{ALGO} on {args.env_id}: {prior}\nrun: {run_dir} on {device}")
+    logger.line(f"{ALGO} on {args.env_id}: {prior_data}\nrun: {run_dir} on {device}")
     if is_fresh:
-        if dataset is not None:
-            logger.scalars(step, {"stats/behaviour_return": returns.mean()})
+        logger.scalars(step, first_scalars)
         policy = make_policy(actor, env.action_space, device)
         eval_returns = common.evaluate(policy, args.env_id, args.eval_episodes, args.eval_seed)
         logger.evaluation(step, eval_returns)
@@ -847,9 +857,10 @@ def train(args: Args) -> dict[str, float]:
             last_block = step - (1 if step <= 0 else args.train_frequency)
             if num_batches > 0 and step // args.log_interval > last_block // args.log_interval:
                 seconds = logger.seconds() - logger.first_second
+                env_steps = max(step, 0) - max(logger.first_step, 0)
                 td_error = (q - target).abs().mean(dim=0)  # [B]
                 statistics = {
-                    "charts/env_steps_per_second": logger.speed(step),
+                    "charts/env_steps_per_second": env_steps / seconds,
                     "charts/updates_per_second": (num_updates - first_update) / seconds,
                     "charts/learning_rate": actor_opt.param_groups[0]["lr"],
                     "losses/critic": critic_loss.item(),
@@ -876,8 +887,10 @@ def train(args: Args) -> dict[str, float]:
             is_best = False
             if step == total:
                 stop_reason = "the budget is spent"
-            # before the first update there is nothing new to see, and patience would run out
-            if step == total or (num_updates > 0 and step % args.eval_interval == 0):
+            # without an update since the last one there is nothing to see, and patience would end
+            last_eval = max(step - args.eval_interval, 0)
+            is_new = step <= 0 or num_blocks(step, args) > num_blocks(last_eval, args)
+            if step == total or (is_new and step % args.eval_interval == 0):
                 policy = make_policy(actor, env.action_space, device)
                 eval_returns = common.evaluate(
                     policy, args.env_id, args.eval_episodes, args.eval_seed
@@ -914,6 +927,7 @@ def train(args: Args) -> dict[str, float]:
                     **{name: part.state_dict() for name, part in parts.items()},
                 }
                 save_atomically(checkpoint_path, partial(torch.save, checkpoint))
+                del checkpoint  # with a copy of the buffer
 
     command, run = f"python {sys.argv[0]}", shlex.quote(run_dir)
     more = "" if step < total else " --total-timesteps <more>"

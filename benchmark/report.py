@@ -27,7 +27,7 @@ import tyro
 ROOT = Path(__file__).resolve().parents[1]
 NUM_RESAMPLES = 10_000
 HEADER = (
-    "| variant | seeds | updates | random policy | behaviour policy | BC "
+    "| variant | seeds | {unit} | random policy | behaviour policy | BC "
     "| last: IQM [95 % interval] | last: mean [95 % interval] | best: IQM [95 % interval] |"
 )
 NOTE = """\
@@ -38,6 +38,8 @@ IQM of behaviour cloning on the same data."""
 
 MAIN_VARIANT = {"crr": "mean-binary"}  # of each algorithm, beside the others; else "default"
 CLONES = ("marwil", "crr")  # whose behaviour cloning stands beside them all: the first there is
+ONLINE = ("rlpd",)  # their budget is environment steps; they stand apart from the offline ones
+ABLATIONS = {"rlpd-ablation": "rlpd"}  # whose default stands beside them
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart, without yellow (too pale).
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
@@ -152,28 +154,38 @@ def side_by_side(results: Results) -> Results:
     """Where several algorithms saw the same data: ("all", env, dataset, algo), and one "bc"."""
     tasks: dict[tuple[str, ...], dict[str, list[Run]]] = {}
     for row, runs in results.items():
-        if len(row) == 4 and row[3] == MAIN_VARIANT.get(row[0], "default"):
+        is_main = len(row) == 4 and row[3] == MAIN_VARIANT.get(row[0], "default")
+        if is_main and row[0] not in ONLINE:
             tasks.setdefault(row[1:3], {})[row[0]] = runs
     together = {}
     for task, algos in tasks.items():
         if len(algos) > 1:
             together |= {("all", *task, algo): runs for algo, runs in algos.items()}
-            clones = [results.get((algo, *task, "bc")) for algo in CLONES]
-            bc = next((runs for runs in clones if runs), None)
+            bc = clones_of(results, task)
             together |= {("all", *task, "bc"): bc} if bc else {}
+    for name, algo in ABLATIONS.items():
+        for task in {row[1:3] for row in results if row[0] == name}:
+            runs = results.get((algo, *task, "default"))
+            together |= {(name, *task, algo): runs} if runs else {}
     return together
+
+
+def clones_of(results: Results, task: tuple[str, ...]) -> list[Run] | None:
+    clones = [results.get((algo, *task, "bc")) for algo in CLONES]
+    return next((runs for runs in clones if runs), None)
 
 
 def groups_of(results: Results) -> list[tuple[str, ...]]:
     """The tables, in order. An algorithm's own adds something if it has variants, or is alone."""
     groups = sorted({row[:3] for row in results if len(row) == 4})
     together = {group[1:] for group in groups if group[0] == "all"}
+    num_variants = {group: len(group_of(results, group).keys() - {"bc"}) for group in groups}
     return [
         group
         for group in groups
         if group[0] == "all"
-        or group[1:] not in together
-        or len(group_of(results, group).keys() - {"bc"}) > 1
+        or num_variants[group] > 1
+        or (num_variants[group] == 1 and group[1:] not in together)
     ]
 
 
@@ -189,7 +201,7 @@ def references(results: Results, group: tuple[str, ...]) -> dict[str, float | No
     random = [run.returns[-1] for run in results.get(("random", group[1]), [])]
     behaviour = [run.behaviour for runs in variants.values() for run in runs]
     behaviour = [value for value in behaviour if value is not None]
-    clones = variants.get("bc") or results.get(("all", *group[1:], "bc"))
+    clones = variants.get("bc") or clones_of(results, group[1:])
     bc = last_and_best(clones)[0] if clones else None
     return {
         "random": np.mean(random).item() if random else None,
@@ -221,6 +233,11 @@ def learning_curve(runs: list[Run]) -> tuple[np.ndarray, np.ndarray]:
 # ---- writing
 
 
+def unit(group: tuple[str, ...]) -> str:
+    """What the budget of these runs is counted in."""
+    return "environment steps" if ABLATIONS.get(group[0], group[0]) in ONLINE else "updates"
+
+
 def title(group: tuple[str, ...]) -> str:
     return ", ".join(group[1:] if group[0] == "all" else group)
 
@@ -243,13 +260,13 @@ def estimate(scores: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray]) 
 
 
 def table(results: Results, group: tuple[str, ...]) -> str:
-    lines = [HEADER, "| :-- |" + " --: |" * 8]
+    lines = [HEADER.format(unit=unit(group)), "| :-- |" + " --: |" * 8]
     compare = [number(value) for value in references(results, group).values()]
     for variant, runs in group_of(results, group).items():
         last, best = last_and_best(runs)
-        updates = span([run.steps[-1] for run in runs])
+        budget = span([run.steps[-1] for run in runs])
         scores = (estimate(last, iqm), estimate(last, mean), estimate(best, iqm))
-        cells = [variant, str(len(runs)), updates, *compare, *scores]
+        cells = [variant, str(len(runs)), budget, *compare, *scores]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -282,7 +299,7 @@ def figure(results: Results, group: tuple[str, ...], path: Path) -> None:
 
     num_seeds = span([len(runs) for runs in variants.values()])
     axes.set_title(f"{title(group)}  (IQM and 95 % interval, seeds: {num_seeds})", loc="left")
-    axes.set_xlabel("updates")
+    axes.set_xlabel(unit(group))
     axes.set_ylabel("evaluation return")
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.margins(x=0.01)

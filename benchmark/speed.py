@@ -33,12 +33,23 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from benchmark import report
 
-PACKAGES = {"d3rlpy": "d3rlpy==2.8.1", "axiomrl": "axiomrl==1.0.3", "rllib": "ray[rllib]==2.60.0"}
-PEERS = {  # of each algorithm; benchmark/peers/<peer>_<algo>.py times it
-    "awr": ("axiomrl",),
-    "marwil": ("axiomrl", "rllib"),
-    "crr": ("d3rlpy", "axiomrl"),
+PACKAGES = {
+    "d3rlpy": "d3rlpy==2.8.1",
+    "axiomrl": "axiomrl==1.0.3",
+    "rllib": "ray[rllib]==2.60.0",
+    "sbx": "sbx-rl==0.28.0 jax==0.10.2 jaxlib==0.10.2",
+    "sb3": "stable-baselines3==2.9.2",
 }
+PEERS = {  # of each algorithm: scripts in benchmark/peers/, named after a package of above
+    "awr": ("axiomrl_awr",),
+    "marwil": ("axiomrl_marwil", "rllib_marwil"),
+    "crr": ("d3rlpy_crr", "axiomrl_crr"),
+    "rlpd": ("sbx_sac",),  # 10 critics with layer norm, 20 updates per step
+    "sac": ("sbx_sac", "sb3_sac"),  # rlpd.py without data: 2 critics, 1 update per step
+}
+VARIANTS = {"ours, --compile": "compile", "ours, a loop over the critics": "loop"}  # of rlpd.py
+# per window; AWR and MARWIL compute all returns once in 1,000, RLPD makes about 25 a second
+UPDATES = {"awr": 1_000, "marwil": 1_000, "crr": 1_000, "rlpd": 200, "sac": 500}
 TORCH = "torch==2.13.0"
 
 
@@ -49,7 +60,6 @@ class Options:
     venvs: Path | None = None  # keep those venvs here [a temporary folder]
     rounds: int = 2  # turns of every contender
     windows: int = 2  # windows per turn
-    updates: int = 1_000  # updates per window; AWR and MARWIL compute all returns once in so many
     readme: Path = ROOT / "README.md"  # the file with the two speed markers
     results: Path = ROOT / "benchmark" / "results"  # where speed.csv goes
 
@@ -62,7 +72,7 @@ def install(peer: str, folder: Path) -> str:
         subprocess.run([sys.executable, "-m", "venv", folder / peer], check=True)
         for packages in (
             [TORCH],
-            [TORCH, PACKAGES[peer]],
+            [TORCH, *PACKAGES[peer].split()],
         ):  # torch first: pip must not pick another
             subprocess.run([python, "-m", "pip", "install", "-q", *packages], check=True)
     return str(python)
@@ -70,13 +80,16 @@ def install(peer: str, folder: Path) -> str:
 
 def contenders(algo: str, venvs: Path | None) -> dict[str, list[str]]:
     """Name in the table -> command"""
-    scripts = ROOT / "benchmark" / "peers"
+    scripts, kind = ROOT / "benchmark" / "peers", "_sac" if algo in ("rlpd", "sac") else ""
     commands = {
-        "ours": [sys.executable, str(scripts / "ours.py"), algo],
-        "the limit (bare matmuls)": [sys.executable, str(scripts / "limit.py"), algo],
+        "ours": [sys.executable, str(scripts / f"ours{kind}.py"), algo],
+        "the limit (bare matmuls)": [sys.executable, str(scripts / f"limit{kind}.py"), algo],
     }
-    for peer in PEERS[algo] if venvs else ():
-        commands[peer] = [install(peer, venvs), str(scripts / f"{peer}_{algo}.py")]
+    for name, variant in VARIANTS.items() if kind else ():
+        commands[name] = [*commands["ours"], "--variant", variant]
+    for script in PEERS[algo] if venvs else ():
+        peer = script.split("_")[0]
+        commands[peer] = [install(peer, venvs), str(scripts / f"{script}.py"), algo]
     return commands
 
 
@@ -86,7 +99,7 @@ def measure_updates(algo: str, commands: dict[str, list[str]], options: Options)
     for turn in range(options.rounds):
         for threads in (1, 2):
             for name, command in commands.items():
-                flags = {"threads": threads, "windows": options.windows, "updates": options.updates}
+                flags = {"threads": threads, "windows": options.windows, "updates": UPDATES[algo]}
                 words = [word for key, value in flags.items() for word in (f"--{key}", str(value))]
                 environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
                 result = subprocess.run(
@@ -107,8 +120,9 @@ def measure_updates(algo: str, commands: dict[str, list[str]], options: Options)
 
 def speed_table(algo: str, rows: list[dict]) -> str:
     rows = [row for row in rows if row["algo"] == algo]
+    what = "critic update" if algo in ("rlpd", "sac") else "update"
     lines = [
-        f"| {algo.upper()} update | per CPU-second, 1 thread | x ours"
+        f"| {algo.upper()} {what} | per CPU-second, 1 thread | x ours"
         " | per second, 2 threads | x ours | MB |",
         "| :-- | --: | --: | --: | --: | --: |",
     ]

@@ -142,10 +142,10 @@ def test_speed_table_by_hand():
 
 
 def test_every_peer_has_a_script_and_a_package():
-    for algo, peers in speed.PEERS.items():
-        for peer in peers:
-            assert peer in speed.PACKAGES
-            assert (ROOT / "benchmark" / "peers" / f"{peer}_{algo}.py").is_file()
+    assert speed.PEERS.keys() == speed.UPDATES.keys()
+    for script in (script for scripts in speed.PEERS.values() for script in scripts):
+        assert script.split("_")[0] in speed.PACKAGES
+        assert (ROOT / "benchmark" / "peers" / f"{script}.py").is_file()
 
 
 def test_published_weights(tmp_path):

@@ -159,6 +159,8 @@ def test_flag(algo, name, baseline, tmp_path, run):
     args = replace(args, **{name: value}, run_dir=str(tmp_path / "run"))
     if name == "env_id":
         args = replace(args, dataset="random:100")
+    if name == "data_in_buffer":
+        args = replace(args, offline_batch_ratio=0.0)
     code, out, err = run(*as_flags(args))
     assert (code, err) == (0, "")
     assert bool(out) == (not args.quiet)
@@ -225,7 +227,8 @@ def test_vectors_of_bytes(algo, tiny):
 
 
 def test_batch_of_one_and_dataset_of_one(algo, tiny, tmp_path):
-    algo.train(replace(tiny, batch_size=1))
+    own = {"rlpd": {"offline_batch_ratio": 0.0}}
+    algo.train(replace(tiny, batch_size=1, **own.get(algo.ALGO, {})))
     assert "nan" not in Path(tiny.run_dir, "metrics.csv").read_text()
     rows = {name: array[:1] for name, array in np.load(tiny.dataset).items()}
     np.savez(tmp_path / "one.npz", **rows)
@@ -399,6 +402,7 @@ if not torch.cuda.is_available():
     WRONG_FLAGS.append((["--device", "cuda"], "device cuda is not available here;"))
 
 
+NAIVE = ["--data-in-buffer", "--offline-batch-ratio", "0"]
 OFFLINE_WRONG_FLAGS = [
     (["--max-weight", "0.5"], "max_weight must be >= 1, got 0.5"),
     (["--total-updates", "0"], "total_updates must be > 0, got 0"),
@@ -437,6 +441,9 @@ OWN_WRONG_FLAGS = {
         (["--total-timesteps", "0"], "total_timesteps must be > 0, got 0"),
         (["--offline-batch-ratio", "1.1"], "offline_batch_ratio must be in [0, 1], got 1.1"),
         (["--offline-batch-ratio", "nan"], "offline_batch_ratio must be in [0, 1], got nan"),
+        (["--offline-batch-ratio", "0.001"], "offline_batch_ratio must be 0, 1 or enough for a"),
+        (["--offline-batch-ratio", "0.999"], "offline_batch_ratio must be 0, 1 or enough for a"),
+        (["--data-in-buffer"], "offline_batch_ratio must be 0 with --data-in-buffer, got 0.5"),
         (["--offline-pretrain-updates", "-1"], "offline_pretrain_updates must be >= 0, got -1"),
         (["--learning-starts", "-1"], "learning_starts must be >= 0, got -1"),
         (["--learning-starts", "2000"], "total_timesteps 2000 is spent before the first update:"),
@@ -452,10 +459,11 @@ OWN_WRONG_FLAGS = {
         (["--tau", "0"], "tau must be in (0, 1], got 0.0"),
         (["--buffer-capacity", "0"], "buffer_capacity must be > 0, got 0"),
         (["--buffer-capacity", "9" * 15], "buffer_capacity 999999999999999 is too much memory"),
-        (["--buffer-capacity", "9", "--data-in-buffer"], "buffer_capacity must be >= the 20000 r"),
-        (["--dataset", "none", "--data-in-buffer"], "there is no dataset for Pendulum-v1: give"),
+        (["--buffer-capacity", "9" * 20], "buffer_capacity 99999999999999999999 is too much mem"),
+        ([*NAIVE, "--buffer-capacity", "9"], "buffer_capacity must be >= the 20000 rows of the"),
+        ([*NAIVE, "--dataset", "none"], "there is no dataset for Pendulum-v1: give"),
         (["--dataset", "none", "--offline-pretrain-updates", "9"], "there is no dataset for"),
-        (["--env-id", "Probe-v0", "--data-in-buffer"], "there is no dataset for Probe-v0: give"),
+        ([*NAIVE, "--env-id", "Probe-v0"], "there is no dataset for Probe-v0: give"),
         (["--record-replay", "x.npz"], "record_replay must be used with --evaluate, got x.npz"),
         (["--record-replay", "x.txt"], "record_replay must be a name that ends in .npz, got"),
         (["--env-id", "Choice-v0"], "Choice-v0: actions must be vectors, not Discrete"),

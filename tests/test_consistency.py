@@ -25,7 +25,10 @@ MAY_DIFFER = {
     "RESUME_MAY_CHANGE": "budgets are counted in updates or in environment steps",
     "EVALUATE_MAY_CHANGE": "some algorithms have flags of their own for evaluation",
 }
-FLAG_MAY_DIFFER = {"beta": "a symbol of each paper: a temperature here, its inverse there"}
+FLAG_MAY_DIFFER = {
+    "beta": "a symbol of each paper: a temperature here, its inverse there",
+    "dataset": "an online run can do without one",
+}
 SECTIONS = ["arguments", "networks", "buffer", "losses", "checkpoint", "training"]
 HEADINGS = ["Paper:", "Idea:", "Equations", "Differences from the paper:", "Shapes:", "Run it:"]
 HEADINGS += ["Resume it:"]

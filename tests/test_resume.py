@@ -61,7 +61,7 @@ OWN_FLAGS = {
     "rlpd": {
         "default": {},
         "no-data": {"dataset": "none"},
-        "data-in-buffer": {"data_in_buffer": True, "offline_batch_ratio": 0.25},
+        "data-in-buffer": {"data_in_buffer": True, "offline_batch_ratio": 0.0},
         "full-ring": {"buffer_capacity": 13},
         "pretrained": {"offline_pretrain_updates": 7},
         "now-and-then": {"train_frequency": 7, "log_interval": 5, "learning_starts": 0},

@@ -298,7 +298,7 @@ def test_rows_and_fields_are_inverse():
         np.testing.assert_array_equal(actual.numpy(), expected.astype(np.float32))
 
 
-@pytest.mark.parametrize("ratio", [0.0, 0.01, 0.25, 0.5, 0.75, 0.99, 1.0])
+@pytest.mark.parametrize("ratio", [0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0])
 @pytest.mark.parametrize("batch_size", [32, 7])
 def test_R1_R2_every_mini_batch_has_its_exact_share(walk, tmp_path, spy, ratio, batch_size):
     """In the run itself: data are told by their reward, which the environment never pays."""
@@ -731,6 +731,31 @@ def test_replay_is_a_dataset_for_the_offline_files(walk, tmp_path, capacity, mon
     crr.train(replace(again, env_id="Walk-v0"))
 
 
+def test_an_empty_replay_is_no_dataset(walk, tmp_path):
+    """Stopped in the middle of pre-training."""
+    rlpd.train(walk)
+    checkpoint = load(walk.run_dir)
+    checkpoint["buffer"] = {"rows": torch.empty(0, 8), "position": 0}
+    with pytest.raises(rlpd.InputError, match="the replay buffer is still empty"):
+        rlpd.save_replay(checkpoint, common.make_env("Walk-v0"), str(tmp_path / "x.npz"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        # pre-trained up to 0, random until 14, a block at 15
+        ({"offline_pretrain_updates": 6, "learning_starts": 14}, [-6, -5, 0, 15, 20, 25, 30]),
+        ({"train_frequency": 12}, [0, 15, 25, 30]),  # blocks at 12 and 24; and the end
+    ],
+)
+def test_patience_waits_for_updates(walk, flags, expected):
+    """Without one since the last evaluation the policy is the same: nothing to wait for."""
+    args = replace(walk, eval_interval=5, **flags)
+    rlpd.train(args)
+    lines = Path(args.run_dir, "metrics.csv").read_text().splitlines()
+    assert [int(x.split(",")[0]) for x in lines if "eval/return_mean" in x] == expected
+
+
 def test_replay_is_in_the_checkpoint_only(walk, monkeypatch, capsys):
     rlpd.train(walk)
     flags = ["rlpd.py", "--evaluate", f"{walk.run_dir}/best.pt", "--record-replay", "x.npz"]
@@ -757,7 +782,7 @@ def test_without_data_it_is_sac(walk, tmp_path, spy, dataset, capsys):
     args = replace(walk, dataset=dataset, offline_batch_ratio=ratio, quiet=False)
     rlpd.train(args)
     assert all(call[0] is None for call in calls)
-    assert "no prior data: plain SAC" in capsys.readouterr().out
+    assert "no prior data" in capsys.readouterr().out
     rlpd.train(replace(walk, dataset="none", run_dir=str(tmp_path / "sac")))
     for left, right in zip(
         load(args.run_dir)["actor"].values(), load(tmp_path / "sac")["actor"].values()

@@ -11,6 +11,7 @@ import torch
 
 parser = argparse.ArgumentParser()
 parser.add_argument("algo", nargs="?", help="for the scripts that time more than one")
+parser.add_argument("--variant", default="", help="of ours: compile, or loop")
 for flag, default in (("--threads", 1), ("--windows", 3), ("--updates", 100)):
     parser.add_argument(flag, type=int, default=default)
 ARGS = parser.parse_args()
@@ -30,12 +31,14 @@ def report(marks: list[tuple[float, float]]) -> None:
     print(json.dumps({"wall": wall, "cpu": cpu, "peak_mb": peak_kb / 1024}))
 
 
-def measure(update: Callable[[], None]) -> None:
-    for _ in range(50):  # allocator, Adam's state, first calls
+def measure(update: Callable[[], None], per_call: int = 1) -> None:
+    """per_call: how many updates one call of update makes; it must divide those of a window."""
+    assert ARGS.updates % per_call == 0
+    for _ in range(max(5, 50 // per_call)):  # allocator, Adam's state, first calls, compilation
         update()
     marks = [clock()]
     for _ in range(ARGS.windows):
-        for _ in range(ARGS.updates):
+        for _ in range(ARGS.updates // per_call):
             update()
         marks.append(clock())
     report(marks)
