@@ -186,7 +186,7 @@ def mlp(input_dim: int, hidden_dim: int, output_dim: int) -> nn.Sequential:
 def tanh_gaussian_log_prob(
     mean: torch.Tensor, log_std: torch.Tensor, u: torch.Tensor
 ) -> torch.Tensor:
-    """log pi(tanh(u)) = sum_d log N(u_d; mean_d, std_d) - log(1 - tanh(u_d)^2). [B, A] -> [B]"""
+    """log pi(tanh(u)) = sum_d (log N(u_d; mean_d, std_d) - log(1 - tanh(u_d)^2)). [B, A] -> [B]"""
     assert mean.shape == log_std.shape == u.shape
     gaussian = -0.5 * ((u - mean) / log_std.exp()) ** 2 - log_std - 0.5 * math.log(2 * math.pi)
     # log(1 - tanh(u)^2) = 2 (log 2 - u - softplus(-2u)), exact where 1 - tanh(u)^2 rounds to 0

@@ -1,49 +1,53 @@
-"""RLPD: Reinforcement Learning with Prior Data. Online RL, continuous actions. Without data: SAC.
+"""RLPD: Reinforcement Learning with Prior Data. Online RL, continuous actions.
 
 Paper: "Efficient Online Reinforcement Learning with Offline Data", P. J. Ball, L. Smith,
 I. Kostrikov, S. Levine, 2023, arXiv:2302.02948.
 
-Idea: SAC with a dataset beside its replay buffer; half of every mini-batch comes from each. Layer
-normalisation keeps the critics from extrapolating to absurd values, and a large ensemble with many
-updates per step makes the most of every row. Nothing is pre-trained, nothing ties the policy to the
-data, so that it can get better than them.
+Idea: SAC with a dataset beside its replay buffer. (1) Half of every mini-batch is prior data
+(mixed_batches). (2) Layer normalisation keeps the critics from extrapolating to absurd values
+(EnsembleLayerNorm). (3) There are many critics, and each target is made by a few random ones
+(EnsembleCritic, subset_q). (4) There are many updates per step (the loop over G mini-batches).
+Nothing is pre-trained, and nothing ties the policy to the data: it can become better than they are.
 
 Equations (a prime marks a target network, i runs over the C critics):
     critics     minimise mean_i (Q_i(s, a) - y)^2, all on the same y
-                y = r + gamma (1 - terminated) (min_{i in Z} Q'_i(s', a') - alpha log pi(a'|s'))
-                a' ~ pi(.|s'), Z: num_min_critics of the C, drawn anew for every update
+                y = r + gamma (1 - terminated) (min_{i in S} Q'_i(s', a') - alpha log pi(a'|s'))
+                a' ~ pi(.|s'), S: Z = num_min_critics of the C, drawn anew for every update
     targets     Q' <- (1 - tau) Q' + tau Q, after every critic update
     actor       minimise alpha log pi(a|s) - mean_i Q_i(s, a),              a ~ pi(.|s)
-    temperature minimise alpha (H - target_entropy), H = mean -log pi(a|s), alpha = exp(log_alpha)
+    temperature minimise alpha (entropy - target_entropy), entropy = mean -log pi(a|s)
     The last two once per G critic updates, on the last of the G mini-batches.
 
 Differences from the paper:
     - The defaults are a smaller set (C, G, width, steps) that fits Pendulum and a laptop.
-    - log std is squashed into [-5, 2] instead of clipped, since a clip has no gradient outside, and
-      the policy starts without a preference in any state.
-    - The paper chooses per domain whether entropy is part of y and the size of Z. Sparse rewards:
+    - log std is squashed into [-5, 2], not clipped to [-20, 2]: a clip has no gradient outside.
+    - The paper chooses per domain whether entropy is part of y and the size of S. Sparse rewards:
       --no-backup-entropy; its AntMaze: --num-min-critics 1 (with a third layer, which is not here).
 
-Shapes: B batch, G updates per step, C critics, Z drawn critics, O observation, A action, W = 2 O +
-A + 3 a transition, E evaluation episodes. A scalar per transition is [B], never [B, 1].
+Shapes: B batch, G updates per step, C critics, Z of them drawn, O observation, A action,
+W = 2 O + A + 3 a transition, E evaluation episodes. A scalar per transition is [B], never [B, 1].
 
 Run it:
     python algos/rlpd.py --env-id Pendulum-v1
-    python algos/rlpd.py --dataset none --num-critics 2 --no-critic-layer-norm
-(This is SAC, but that the actor follows the mean of the two critics, not the minimum.)
+
+Without data and with two plain critics it is SAC (at G = 1, with --gradient-updates-per-step 1),
+except that the actor follows the mean of the critics, not the minimum, and that the target entropy
+is -A / 2, not -A. A way to make datasets:
+    python algos/rlpd.py --dataset none --num-critics 2 --no-critic-layer-norm --run-dir runs/sac
+    python algos/rlpd.py --evaluate runs/sac/best.pt --record episodes.npz
+    python algos/rlpd.py --evaluate runs/sac/checkpoint.pt --record-replay all-that-it-saw.npz
+
 The paper's hyper-parameters, on a Minari dataset:
     python algos/rlpd.py --env-id HalfCheetah-v5 --dataset minari:mujoco/halfcheetah/medium-v0 \\
         --num-critics 10 --hidden-dim 256 --gradient-updates-per-step 20 --learning-rate 3e-4 \\
         --learning-starts 5000 --total-timesteps 250000
-Datasets for the offline files, of a policy's episodes or of all that a run has seen:
-    python algos/rlpd.py --evaluate runs/<run>/best.pt --record episodes.npz
-    python algos/rlpd.py --evaluate runs/<run>/checkpoint.pt --record-replay replay.npz
 
 Resume it:
     python algos/rlpd.py --resume runs/<run>
+
 The episode that was cut is started anew from its seed, and its actions are played again: exact in
-any environment that is a function of seed and actions. A checkpoint has 2 MB (the paper's size: 12)
-and 4 W bytes per step in the buffer, and takes about 20 ms for every 10 MB.
+any environment that is a function of seed and actions. A checkpoint has 2 MB (12 at the paper's
+size) and 4 W bytes per step in the buffer.
 """
 
 import csv
@@ -73,7 +77,7 @@ import tyro
 class Args:
     env_id: str = "Pendulum-v1"  # Gymnasium environment
     seed: int = 1  # same seed, same machine: same numbers to the last bit
-    dataset: str = "auto"  # auto (ours, else none) | none | random:N | PATH.npz | minari:ID
+    dataset: str = "auto"  # auto (ours, else none) | none | random[:N] | PATH.npz | minari:ID
     reward_scale: float = 1.0  # training sees reward_scale * reward + reward_shift
     reward_shift: float = 0.0  # see reward_scale
     total_timesteps: int = 2_000  # budget in environment steps
@@ -88,7 +92,7 @@ class Args:
     eval_seed: int = 10_000  # evaluation episode i starts from eval_seed + i
     target_return: float | None = None  # stop when an evaluation's mean return gets there
     patience: int | None = None  # stop after this many evaluations without a better one
-    checkpoint_interval: int = 5_000  # updates (or steps) between saves; Ctrl-C, SIGTERM save, too
+    checkpoint_interval: int = 500  # updates (or steps) between saves; Ctrl-C, SIGTERM save, too
     log_interval: int = 100  # updates (or steps) between entries in the logs
     run_dir: str | None = None  # folder of the run [runs/<algo>__<env>__<seed>__<time>]
     resume: str | None = None  # folder of a run to go on with; its flags hold, budgets may change
@@ -101,18 +105,18 @@ class Args:
     compile: bool = False  # torch.compile the networks: slow to start; pays for large ensembles
     # RLPD only
     offline_batch_ratio: float = 0.5  # share of the dataset in every mini-batch; 0: no prior data
-    offline_pretrain_updates: int = 0  # updates of all on the dataset alone, as steps below 1
+    offline_pretrain_updates: int = 0  # updates on the dataset alone, first; logged as steps <= 0
     data_in_buffer: bool = False  # with ratio 0: start with the dataset in the replay buffer
     buffer_capacity: int = 1_000_000  # steps that the replay buffer holds; then the oldest go
     learning_starts: int = 200  # first steps, with random actions and without updates
     train_frequency: int = 1  # steps between blocks of updates
-    gradient_updates_per_step: int = 8  # G, critic updates in a block, which ends with the actor's
+    gradient_updates_per_step: int = 8  # G, critic updates in a block; then one of actor and alpha
     num_critics: int = 5  # C, size of the ensemble
-    num_min_critics: int = 2  # size of Z, the critics whose minimum is in a target
+    num_min_critics: int = 2  # Z, the drawn critics whose minimum is in a target
     critic_layer_norm: bool = True  # layer normalisation before each ReLU of the critics
     backup_entropy: bool = True  # whether -alpha log pi is part of a target
     alpha: float | None = None  # fixed temperature [learned, from 1]
-    target_entropy: float | None = None  # that a learned temperature aims at [-A / 2]
+    target_entropy: float | None = None  # entropy that a learned temperature aims at [-A / 2]
     tau: float = 0.005  # how far the targets move towards the networks; 1: hard copy
     record_replay: str | None = None  # with --evaluate: save its replay buffer, FILE.npz
 
@@ -153,10 +157,14 @@ def check_args(args: Args) -> None:
         ("warmup_updates", ">= 0", args.warmup_updates >= 0),
         ("offline_batch_ratio", "in [0, 1]", 0 <= ratio <= 1),
         ("offline_batch_ratio", "0, 1 or enough for a row of each kind", is_pure or is_mixed),
-        ("offline_batch_ratio", "0 with --data-in-buffer", ratio == 0 or not args.data_in_buffer),
+        ("offline_batch_ratio", "0 beside --data-in-buffer", ratio == 0 or not args.data_in_buffer),
         ("offline_pretrain_updates", ">= 0", args.offline_pretrain_updates >= 0),
         ("learning_starts", ">= 0", args.learning_starts >= 0),
-        ("num_min_critics", "<= num_critics", args.num_min_critics <= args.num_critics),
+        (
+            "num_min_critics",
+            f"<= num_critics {args.num_critics}",
+            args.num_min_critics <= args.num_critics,
+        ),
         ("alpha", "in [0, inf)", args.alpha is None or 0 <= args.alpha < math.inf),
         ("target_entropy", "finite", math.isfinite(args.target_entropy or 0)),
         ("alpha", "used without --target-entropy", None in (args.alpha, args.target_entropy)),
@@ -183,7 +191,7 @@ def check_spaces(env: gym.Env) -> tuple[int, int]:
     if not isinstance(obs_space, gym.spaces.Box) or len(obs_space.shape) != 1:
         raise InputError(f"{env_id}: observations must be vectors, not {obs_space}")
     if not isinstance(action_space, gym.spaces.Box) or len(action_space.shape) != 1:
-        raise InputError(f"{env_id}: actions must be vectors, not {action_space}")
+        raise InputError(f"{env_id}: actions must be continuous vectors, not {action_space}")
     if not action_space.is_bounded() or not (action_space.low < action_space.high).all():
         raise InputError(f"{env_id}: actions must have finite bounds, not {action_space}")
     return obs_space.shape[0], action_space.shape[0]
@@ -205,7 +213,7 @@ def mlp(input_dim: int, hidden_dim: int, output_dim: int) -> nn.Sequential:
 def tanh_gaussian_log_prob(
     mean: torch.Tensor, log_std: torch.Tensor, u: torch.Tensor
 ) -> torch.Tensor:
-    """log pi(tanh(u)) = sum_d log N(u_d; mean_d, std_d) - log(1 - tanh(u_d)^2). [B, A] -> [B]"""
+    """log pi(tanh(u)) = sum_d (log N(u_d; mean_d, std_d) - log(1 - tanh(u_d)^2)). [B, A] -> [B]"""
     assert mean.shape == log_std.shape == u.shape
     gaussian = -0.5 * ((u - mean) / log_std.exp()) ** 2 - log_std - 0.5 * math.log(2 * math.pi)
     # log(1 - tanh(u)^2) = 2 (log 2 - u - softplus(-2u)), exact where 1 - tanh(u)^2 rounds to 0
@@ -235,7 +243,7 @@ class GaussianActor(nn.Module):
 def sample_action(
     mean: torch.Tensor, log_std: torch.Tensor, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """a ~ pi(.|s), through which gradients reach mean and std, and log pi(a|s).
+    """A reparameterised sample a ~ pi(.|s), so that gradients reach mean and std, and log pi(a|s).
     [B, A], [B, A] -> [B, A], [B]"""
     noise = torch.randn(mean.shape, device=mean.device, generator=generator)
     u = mean + log_std.exp() * noise  # [B, A]
@@ -271,7 +279,7 @@ class EnsembleLayerNorm(nn.Module):
 
 class EnsembleCritic(nn.Module):
     """Q_1(s, a)..Q_C(s, a). Slice i of all parameters is an ordinary MLP, apart from the others;
-    stacked, they take one call per layer (benchmark/NOTES.md has what that gains)."""
+    stacked, all C of them take one call per layer."""
 
     def __init__(
         self, num_members: int, obs_dim: int, action_dim: int, hidden_dim: int, layer_norm: bool
@@ -280,7 +288,7 @@ class EnsembleCritic(nn.Module):
         layers = []
         for input_dim in (obs_dim + action_dim, hidden_dim):
             layers.append(EnsembleLinear(num_members, input_dim, hidden_dim))
-            if layer_norm:  # rows of norm sqrt(H) at most: Q is bounded for any action, seen or not
+            if layer_norm:  # features of a fixed norm: Q is bounded by the weights for any action
                 layers.append(EnsembleLayerNorm(num_members, hidden_dim))
             layers.append(nn.ReLU(inplace=True))
         self.net = nn.Sequential(*layers, EnsembleLinear(num_members, hidden_dim, 1))
@@ -288,7 +296,8 @@ class EnsembleCritic(nn.Module):
     def forward(self, obs: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
         """[B, O], [B, A] -> [C, B]"""
         x = torch.cat([obs, action], dim=-1)  # [B, O + A]
-        x = x.expand(len(self.net[0].weight), -1, -1)  # [C, B, O + A], every member sees the same
+        num_members = len(self.net[0].weight)  # or fewer: subset_q calls this with a part of them
+        x = x.expand(num_members, -1, -1)  # [C, B, O + A]
         return self.net(x).squeeze(-1)  # [C, B]
 
 
@@ -333,8 +342,9 @@ class Buffer:
 
     def split(self, rows: torch.Tensor) -> list[torch.Tensor]:
         """[..., W] -> [..., O], [..., A], [...], [..., O], [...], [...]"""
-        fields = rows.split(self.widths, dim=-1)
-        return [field.squeeze(-1) if i in (2, 4, 5) else field for i, field in enumerate(fields)]
+        obs, action, reward, next_obs, terminated, truncated = rows.split(self.widths, dim=-1)
+        reward, terminated, truncated = (x.squeeze(-1) for x in (reward, terminated, truncated))
+        return [obs, action, reward, next_obs, terminated, truncated]
 
     def state(self) -> dict:
         """What a checkpoint needs: a copy of the filled part, not of the capacity."""
@@ -355,7 +365,8 @@ def mixed_batches(
 ) -> torch.Tensor:
     """G mini-batches, num_offline rows of the data first in each of them. -> [G, B, W]
 
-    Counted per mini-batch: one large batch, cut into G, would have slices without any data.
+    Drawn per mini-batch: G B rows, first the data, then the rest, cut into G, would give some
+    mini-batches that are all data and some without any.
     """
     parts = []
     if num_offline > 0:
@@ -398,7 +409,7 @@ def rlpd_loss(q: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 def policy_loss(log_prob: torch.Tensor, q: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
     """L_pi = mean_b (alpha log pi(a_b|s_b) - mean_i Q_i(s_b, a_b)). [B], [C, B], [] -> scalar
 
-    The mean of all critics: the minimum is for targets, whose errors would feed on themselves.
+    SAC takes the minimum here, too; RLPD keeps it for the targets, which bootstrap from themselves.
     """
     assert q.dim() == 2 and q.shape[1:] == log_prob.shape
     return (alpha * log_prob - q.mean(dim=0)).mean()
@@ -483,11 +494,12 @@ def save_replay(checkpoint: dict, env: gym.Env, path: str) -> int:
     if len(rows) == 0:
         raise InputError("the replay buffer is still empty")
     buffer = Buffer(len(rows), *check_spaces(env), torch.device("cpu"))
-    fields = [field.numpy() for field in buffer.split(torch.roll(rows, -position, dims=0))]
-    fields[1] = common.unnormalize_action(fields[1], env.action_space)
-    fields[4], fields[5] = fields[4] > 0, fields[5] > 0
-    names = [spellings[0] for spellings in common.NAMES.values()]
-    common.save_npz(path, dict(zip(names, fields)))
+    fields = dict(zip(common.NAMES, buffer.split(torch.roll(rows, -position, dims=0))))
+    arrays = {common.NAMES[name][0]: field.numpy() for name, field in fields.items()}
+    arrays["actions"] = common.unnormalize_action(arrays["actions"], env.action_space)
+    for name in ("terminations", "truncations"):
+        arrays[name] = arrays[name] > 0
+    common.save_npz(path, arrays)
     return len(rows)
 
 
@@ -683,12 +695,14 @@ def train(args: Args) -> dict[str, float]:
     if spec == "none":
         num_offline = 0
         if args.offline_pretrain_updates > 0 or args.data_in_buffer:
-            raise InputError(f"there is no dataset for {args.env_id}: give one with --dataset")
+            name = "data_in_buffer" if args.data_in_buffer else "offline_pretrain_updates"
+            raise InputError(f"{name} needs a dataset, and {args.env_id} has none: give --dataset")
     try:
         online = Buffer(args.buffer_capacity, obs_dim, action_dim, device)
     except (RuntimeError, TypeError):
         raise InputError(f"buffer_capacity {args.buffer_capacity} is too much memory") from None
-    offline, fingerprint, first_scalars, prior_data = None, 0, {}, "no prior data"
+    offline, fingerprint, first_scalars = None, 0, {}
+    prior_data = "no prior data" if spec == "none" else "prior data are not used at ratio 0"
     if num_offline > 0 or args.offline_pretrain_updates > 0 or args.data_in_buffer:
         dataset = common.load_dataset(spec, env, args.seed)
         fingerprint, returns = dataset.fingerprint(), dataset.episode_returns
@@ -749,7 +763,7 @@ def train(args: Args) -> dict[str, float]:
     is_fresh, first_update = not args.resume, num_updates
     if args.resume:
         if not np.array_equal(current_obs, checkpoint["current_obs"].numpy()):
-            raise InputError(f"{args.env_id} is no function of its seed: it cannot be resumed")
+            raise InputError(f"{args.env_id} plays another episode from the same seed: no resume")
         del checkpoint  # with a copy of the buffer
     args = replace(args, resume=None)
     if args.compile:
@@ -779,28 +793,30 @@ def train(args: Args) -> dict[str, float]:
             # 1. act, and remember
             if step > 0:
                 if step <= args.learning_starts:
-                    action = 2 * torch.rand(action_dim, device=device, generator=generator) - 1
+                    taken = 2 * torch.rand(action_dim, device=device, generator=generator) - 1
                 else:
                     obs = torch.as_tensor(current_obs, dtype=torch.float32, device=device)
                     with torch.no_grad():
-                        action, _ = sample_action(*actor(obs), generator)  # [A]
-                action = action.cpu().numpy()
-                episode_actions.append(common.unnormalize_action(action, env.action_space))
-                next_obs, reward, terminated, truncated, _ = env.step(episode_actions[-1])
-                transition = (current_obs, action, reward, next_obs, terminated, truncated)
+                        taken, _ = sample_action(*actor(obs), generator)  # [A]
+                taken = taken.cpu().numpy()
+                episode_actions.append(common.unnormalize_action(taken, env.action_space))
+                new_obs, paid, terminated, truncated, _ = env.step(episode_actions[-1])
+                transition = (current_obs, taken, paid, new_obs, terminated, truncated)
                 online.add(as_rows(*([field] for field in transition)))
-                current_obs, episode_return = np.array(next_obs), episode_return + float(reward)
+                current_obs, episode_return = np.array(new_obs), episode_return + float(paid)
                 if terminated or truncated:
                     logger.scalars(step, {"charts/episodic_return": episode_return})
                     episode, episode_actions = episode + 1, []
                     current_obs, episode_return = start_episode(env, args.seed, episode, [])
 
-            # 2. draw G mini-batches, each with its share of prior data
+            # 2. draw G mini-batches, each with its share of prior data; or none, for now
             num_batches, num_prior = args.gradient_updates_per_step, num_offline
             if step <= 0:
                 num_batches, num_prior = 1, args.batch_size
             elif step <= args.learning_starts or step % args.train_frequency != 0:
                 num_batches = 0
+            if num_batches > 0 and num_updates == first_update:  # random steps are no measure
+                logger.first_step, logger.first_second = step - 1, logger.seconds()
             rows = mixed_batches(
                 offline, online, num_batches, args.batch_size, num_prior, generator
             )  # [G, B, W]
@@ -818,7 +834,7 @@ def train(args: Args) -> dict[str, float]:
                 with torch.no_grad():
                     next_action, next_log_prob = sample_action(*actor(next_obs), generator)
                     members = torch.randperm(args.num_critics, device=device, generator=generator)
-                    members = members[: args.num_min_critics]  # Z
+                    members = members[: args.num_min_critics]  # [Z], the set S
                     next_q = subset_q(target_critic, members, next_obs, next_action)  # [Z, B]
                     target = soft_target(
                         reward,
@@ -837,7 +853,7 @@ def train(args: Args) -> dict[str, float]:
                 update_target(target_critic, critic, args.tau)
 
             if num_batches > 0:
-                # 4. actor: once per block, on its last mini-batch
+                # 4. actor: once per block, on obs of its last mini-batch
                 critic.requires_grad_(False)  # gradients go through the critics, not into them
                 action, log_prob = sample_action(*actor(obs), generator)  # [B, A], [B]
                 actor_loss = policy_loss(log_prob, critic(obs, action), alpha)
@@ -854,6 +870,7 @@ def train(args: Args) -> dict[str, float]:
                     alpha_opt.step()
 
             # 6. log, evaluate, stop, save
+            # blocks need not fall on multiples of log_interval: log if one went by since the last
             last_block = step - (1 if step <= 0 else args.train_frequency)
             if num_batches > 0 and step // args.log_interval > last_block // args.log_interval:
                 seconds = logger.seconds() - logger.first_second
@@ -887,7 +904,7 @@ def train(args: Args) -> dict[str, float]:
             is_best = False
             if step == total:
                 stop_reason = "the budget is spent"
-            # without an update since the last one there is nothing to see, and patience would end
+            # evaluate if there was an update since: else patience would run out in random steps
             last_eval = max(step - args.eval_interval, 0)
             is_new = step <= 0 or num_blocks(step, args) > num_blocks(last_eval, args)
             if step == total or (is_new and step % args.eval_interval == 0):

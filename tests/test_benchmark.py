@@ -19,6 +19,7 @@ sys.path.insert(0, str(ROOT / "benchmark" / "data"))
 import make
 
 DATASETS = [("Pendulum-v1", make.PENDULUM), ("CartPole-v1", make.CART_POLE)]
+DATASETS += [("MountainCarContinuous-v0", make.MOUNTAIN_CAR)]
 
 
 @pytest.fixture
@@ -27,6 +28,7 @@ def options(tmp_path):
 
 
 TINY = "--hidden-dim 16 --batch-size 32 --eval-interval 200 --log-interval 10 --total-updates"
+TINY_ONLINE = f"{TINY.replace('updates', 'timesteps')} 60 --learning-starts 20 --eval-episodes 1"
 
 
 def row(variant, num_updates, flags=""):
@@ -70,6 +72,22 @@ def test_runs_skips_and_reports_failures(options, monkeypatch, capsys):
     assert run.main(options) == 0
     assert "1 of 1 runs are done, 0 to go" in capsys.readouterr().out
     assert (good / "metrics.csv").stat().st_mtime_ns == before
+
+
+def test_online_runs_are_counted_in_steps(options, monkeypatch):
+    """A finished one is known as such, also if it was not published before we were killed."""
+    monkeypatch.setattr(run, "EVALUATION", "")
+    rows = [run.Row("rlpd", "Pendulum-v1", "auto", "x", TINY_ONLINE, 0, "rlpd-ablation")]
+    monkeypatch.setattr(run, "TABLE", rows)
+    assert rows[0].name == "rlpd-ablation__Pendulum-v1__shipped__x"
+    assert run.main(options) == 0
+    folder = options.results / rows[0].name / "1"
+    first = (folder / "metrics.csv").read_text()
+    assert "\n60," in first
+    (folder / "metrics.csv").unlink()
+    monkeypatch.setattr(run.Run, "start", lambda *_: pytest.fail("it is done"))
+    assert run.main(options) == 0
+    assert (folder / "metrics.csv").read_text() == first
 
 
 def test_an_interrupted_run_goes_on_from_its_checkpoint(options, monkeypatch, tmp_path):

@@ -224,7 +224,11 @@ def test_readme_commands_exist():
     assert commands
     for command in commands:
         script, *words = command.split()
-        known = {f"--{flag.replace('_', '-')}" for flag in flags(Path(script).stem)}
+        names = {
+            flag.replace("_", "-"): type for flag, (type, _) in flags(Path(script).stem).items()
+        }
+        known = {f"--{name}" for name in names}
+        known |= {f"--no-{name}" for name, type in names.items() if type == "bool"}
         assert {word for word in words if word.startswith("--")} <= known, command
 
 

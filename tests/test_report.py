@@ -204,6 +204,42 @@ def test_algorithms_on_the_same_data_come_first_side_by_side(options, capsys):
     assert (options.figures / "all__Env-v1__shipped.png").is_file()
 
 
+def test_online_algorithms_stand_apart_and_ablations_beside_their_default(options, capsys):
+    """RLPD counts environment steps: it is in no table of updates. Its ablations get a table of
+    their own with the default in it, and both get the BC of the offline file on the same data."""
+    for name, value in (("rlpd", 50), ("rlpd-ablation", 40)):
+        variant = "default" if name == "rlpd" else "no-layer-norm"
+        for seed in (1, 2):
+            folder = options.results / f"{name}__Env-v1__shipped__{variant}" / str(seed)
+            write_run(folder, {0: 1, 300: value}, behaviour=12)
+    write_run(options.results / "rlpd__Env-v1__shipped__sac" / "1", {0: 1, 300: 30})
+    write_run(options.results / "crr__Env-v1__shipped__mean-binary" / "1", {0: 1, 900: 55})
+    write_run(options.results / "marwil__Other-v1__shipped__bc" / "1", {0: 1, 900: 33})
+    write_run(options.results / "rlpd__Other-v1__shipped__default" / "1", {0: 1, 300: 77})
+    assert report.main(options) == 0
+    parts = capsys.readouterr().out.split("### ")[1:]
+    tables = {part.splitlines()[0]: cells(part.split("\n\n")[1]) for part in parts}
+    assert list(tables) == [
+        "crr, Env-v1, shipped",
+        "rlpd, Env-v1, shipped",
+        "rlpd, Other-v1, shipped",
+        "rlpd-ablation, Env-v1, shipped",
+    ]
+    online = tables["rlpd, Env-v1, shipped"]
+    assert online[0][2] == "environment steps" and tables["crr, Env-v1, shipped"][0][2] == "updates"
+    assert [row[:7] for row in online[2:]] == [
+        ["default", "2", "300", "-3.5", "12.0", "7.0", "50.0 [50.0, 50.0]"],
+        ["sac", "1", "300", "-3.5", "12.0", "7.0", "30.0"],
+    ]
+    assert tables["rlpd, Other-v1, shipped"][2][5] == "33.0"
+    ablation = tables["rlpd-ablation, Env-v1, shipped"]
+    assert [(row[0], row[6][:4]) for row in ablation[2:]] == [
+        ("no-layer-norm", "40.0"),
+        ("rlpd", "50.0"),
+    ]
+    assert ablation[0][2] == "environment steps"
+
+
 # ---- curves
 
 

@@ -28,20 +28,23 @@ is the chance of a random action. Returns are undiscounted, in the environment's
 
 Pendulum: one controller that swings up and balances. CartPole: one that keeps the cart in the
 middle, and one that balances as well but walks the cart off the track, where the episode ends. Most
-episodes are of the latter kind, so that cloning follows them.
+episodes are of the latter kind, so that cloning follows them. MountainCarContinuous: one that
+pushes the way the car rolls, and random episodes, which never reach the flag.
 
 | environment | behaviour | episodes | rows | return mean | min | max |
 | :-- | :-- | --: | --: | --: | --: | --: |
 """
 FOOTER = """
-Some rows of the benchmark use datasets of other people, which are not ours to ship. `run.py` looks
-for them in `runs/data/` and leaves those rows out if they are not there:
+Some rows of the benchmark use datasets of other people, which are not ours to ship, and one that is
+too large. `run.py` looks for them in `runs/data/` and leaves those rows out if they are not there:
 
 | file | rows | return mean | what it is |
 | :-- | --: | --: | :-- |
 | pendulum-replay-d3rlpy.npz | 99,000 | -180 | d3rlpy's `get_pendulum(\"replay\")`, in our layout |
 | halfcheetah-mixed-cs285.npz | 99,995 | 1314 | HalfCheetah-v5, the expert policy of Berkeley's \
 CS285 homework at seven levels of noise from none to random |
+| halfcheetah-replay-sac.npz | 20,000 | 329 | our own SAC from its first step on: \
+`python benchmark/data/make_replay.py` |
 """
 
 
