@@ -639,7 +639,8 @@ def test_schedules_span_exactly_the_updates_of_the_run(walk, spy, flags):
     assert [call[0] for call in calls] == list(range(1, total + 1))
     assert {call[1] for call in calls} == {total}
     assert calls[-1][-1] == pytest.approx(1 / total)
-    lr = {load(args.run_dir)[name]["param_groups"][0]["lr"] for name in ("actor_opt", "critic_opt")}
+    opts = [load(args.run_dir)[name] for name in ("actor_opt", "critic_opt", "alpha_opt")]
+    lr = {opt["param_groups"][0]["lr"] for opt in opts}
     assert lr == {args.learning_rate * calls[-1][-1]}
 
 
@@ -668,6 +669,22 @@ def test_S18_episode_k_starts_from_seed_and_k(walk, tmp_path):
         rows = load(args.run_dir)["buffer"]["rows"]
         starts.append(rows[rows[:, 1] == 0, 0][:20])
     assert torch.equal(*starts) and len(starts[0].unique()) == 20
+
+
+@pytest.mark.parametrize("cut", [11, 13, 16, 19])
+def test_S18_resume_in_the_middle_of_an_episode(walk, tmp_path, cut):
+    """The rest of the episode, its return, and all that comes after it: as if never stopped."""
+    whole = replace(walk, total_timesteps=40, run_dir=str(tmp_path / "whole"))
+    rlpd.train(whole)
+    args = replace(walk, total_timesteps=cut)
+    rlpd.train(args)
+    assert len(load(args.run_dir)["episode_actions"]) > 0
+    rlpd.train(replace(args, total_timesteps=40, resume=args.run_dir))
+    left, right = load(whole.run_dir), load(args.run_dir)
+    assert torch.equal(left["buffer"]["rows"], right["buffer"]["rows"])
+    logs = [Path(each.run_dir, "metrics.csv").read_text() for each in (whole, args)]
+    returns = [[x.split(",")[3] for x in log.splitlines() if "episodic" in x] for log in logs]
+    assert returns[0] == returns[1] and len(returns[0]) > 3
 
 
 class ForgetfulEnv(gym.Env):
