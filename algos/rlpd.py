@@ -800,10 +800,10 @@ def train(args: Args) -> dict[str, float]:
                         taken, _ = sample_action(*actor(obs), generator)  # [A]
                 taken = taken.cpu().numpy()
                 episode_actions.append(common.unnormalize_action(taken, env.action_space))
-                new_obs, paid, terminated, truncated, _ = env.step(episode_actions[-1])
-                transition = (current_obs, taken, paid, new_obs, terminated, truncated)
+                new_obs, new_reward, terminated, truncated, _ = env.step(episode_actions[-1])
+                transition = (current_obs, taken, new_reward, new_obs, terminated, truncated)
                 online.add(as_rows(*([field] for field in transition)))
-                current_obs, episode_return = np.array(new_obs), episode_return + float(paid)
+                current_obs, episode_return = np.array(new_obs), episode_return + float(new_reward)
                 if terminated or truncated:
                     logger.scalars(step, {"charts/episodic_return": episode_return})
                     episode, episode_actions = episode + 1, []
