@@ -134,7 +134,7 @@ TABLE += [
 ]
 TABLE += [
     Row("rlpd", *task, variant, f"{task_flags} {flags}", minutes * share, "rlpd-ablation")
-    for task, task_flags, minutes in (SWING_UP, SPARSE)
+    for task, task_flags, minutes in (SWING_UP,)
     for variant, (flags, share) in ABLATIONS.items()
 ]
 TABLE += [
