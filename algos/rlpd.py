@@ -356,23 +356,24 @@ class Buffer:
 
 
 def mixed_batches(
-    offline: Buffer | None,
-    online: Buffer,
+    first: Buffer | None,
+    second: Buffer,
     num_batches: int,
     batch_size: int,
-    num_offline: int,
+    num_first: int,
     generator: torch.Generator,
 ) -> torch.Tensor:
-    """G mini-batches, num_offline rows of the data first in each of them. -> [G, B, W]
+    """G mini-batches, each of num_first rows of the first buffer, then rows of the second.
+    -> [G, B, W]
 
-    Drawn per mini-batch: G B rows, first the data, then the rest, cut into G, would give some
-    mini-batches that are all data and some without any.
+    Drawn per mini-batch: G B rows, first of the one, then of the other, cut into G, would give
+    some mini-batches that are all of one kind.
     """
     parts = []
-    if num_offline > 0:
-        parts.append(offline.sample(num_batches, num_offline, generator))
-    if num_offline < batch_size:
-        parts.append(online.sample(num_batches, batch_size - num_offline, generator))
+    if num_first > 0:
+        parts.append(first.sample(num_batches, num_first, generator))
+    if num_first < batch_size:
+        parts.append(second.sample(num_batches, batch_size - num_first, generator))
     return torch.cat(parts, dim=1)
 
 

@@ -38,8 +38,8 @@ IQM of behaviour cloning on the same data."""
 
 MAIN_VARIANT = {"crr": "mean-binary"}  # of each algorithm, beside the others; else "default"
 CLONES = ("marwil", "crr")  # whose behaviour cloning stands beside them all: the first there is
-ONLINE = ("rlpd",)  # their budget is environment steps; they stand apart from the offline ones
-ABLATIONS = {"rlpd-ablation": "rlpd"}  # whose default stands beside them
+ONLINE = ("rlpd", "mbpo")  # their budget is environment steps; they stand apart from the others
+ABLATIONS = {"rlpd-ablation": "rlpd", "mbpo-ablation": "mbpo"}  # whose default stands beside them
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart, without yellow (too pale).
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
@@ -239,7 +239,7 @@ def unit(group: tuple[str, ...]) -> str:
 
 
 def title(group: tuple[str, ...]) -> str:
-    return ", ".join(group[1:] if group[0] == "all" else group)
+    return ", ".join(part for part in group if part not in ("all", "none"))
 
 
 def number(value: float | None) -> str:

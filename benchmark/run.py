@@ -141,11 +141,53 @@ TABLE += [
     Row("marwil", *task, "bc", "--beta 0 --eval-episodes 20", 0.8)
     for task, _, _ in (SPARSE, RUNNING)
 ]
+# MBPO and SAC, which is rlpd.py without data: one update per step, as usual, and as many as MBPO
+SWING_UP_ALONE = ("Pendulum-v1", "none"), "--total-timesteps 2000", 1.9
+BALANCING = (
+    ("InvertedPendulum-v5", "none"),
+    "--total-timesteps 5000 --learning-starts 500 --eval-interval 500 --eval-episodes 20",
+    6.0,
+)
+HOPPING = (
+    ("Hopper-v5", "none"),
+    "--total-timesteps 15000 --learning-starts 1000 --learning-rate 3e-4 --target-entropy -1"
+    " --eval-interval 1000 --eval-episodes 20 --checkpoint-interval 2500",
+    30.0,
+)
+MBPO = {
+    SWING_UP_ALONE: "",
+    BALANCING: "--model-train-interval 250 --model-batch-size 256 --max-model-epochs 100",
+    HOPPING: "--updates-per-step 20 --model-hidden-dim 200 --model-batch-size 256"
+    " --model-train-interval 250 --max-model-epochs 10 --rollout-batch-size 50000",
+}
+TABLE += [
+    Row("mbpo", *task, "default", f"{task_flags} {flags}", minutes)
+    for (task, task_flags, minutes), flags in MBPO.items()
+]
+TABLE += [
+    Row("rlpd", *task, variant, f"{task_flags} {SAC} {flags}", minutes * share, "mbpo")
+    for task, task_flags, minutes in MBPO
+    for variant, flags, share in (
+        ("sac", "--gradient-updates-per-step 1", 0.2),
+        ("sac-10-updates", "--gradient-updates-per-step 10", 0.7),
+    )
+]
+TABLE += [
+    Row("mbpo", *task, variant, f"{task_flags} {flags}", minutes, "mbpo-ablation")
+    for task, task_flags, minutes in (SWING_UP_ALONE,)
+    for variant, flags in {
+        "no-model": "--real-ratio 1",
+        "raw-targets": "--no-normalize-targets",
+        "length-5": "--min-rollout-length 5 --max-rollout-length 5",
+        "2-elites-of-2": "--num-members 2 --num-elites 2",
+    }.items()
+]
 EVALUATION = "--eval-episodes 50"
 QUICK = "--eval-episodes 2 --hidden-dim 32"
 QUICK_OFFLINE = f"{QUICK} --total-updates 1200 --eval-interval 600"
 QUICK_ONLINE = f"{QUICK} --total-timesteps 600 --eval-interval 600 --learning-starts 500"
-ONLINE = ("rlpd",)  # counted in environment steps, not in updates
+ONLINE = ("rlpd", "mbpo")  # counted in environment steps, not in updates
+WITHOUT_DATA = ("mbpo",)  # they have no such flag
 RANDOM_EPISODES = 50  # of the uniform random policy, the zero of every table
 
 
@@ -175,7 +217,9 @@ class Run:
         threads = max(1, (os.cpu_count() or 1) // options.jobs)
         quick = QUICK_ONLINE if self.row.algo in ONLINE else QUICK_OFFLINE
         flags = f"{EVALUATION} {self.row.flags} {quick if options.quick else ''}".split()
-        identity = ["--env-id", self.row.env_id, "--dataset", self.row.dataset]
+        identity = ["--env-id", self.row.env_id]
+        if self.row.algo not in WITHOUT_DATA:
+            identity += ["--dataset", self.row.dataset]
         place = ["--seed", str(self.seed), "--run-dir", os.path.relpath(self.run_dir, ROOT)]
         return [*script, *identity, *place, "--torch-threads", str(threads), *flags]
 
@@ -192,7 +236,8 @@ class Run:
         if not (self.run_dir / "metrics.csv").exists():
             return False
         args = json.loads((self.run_dir / "args.json").read_text())
-        steps = [int(row["step"]) for row in evaluations(self.run_dir / "metrics.csv")]
+        rows = evaluations(self.run_dir / "metrics.csv")
+        steps = [int(row["step"]) for row in rows if row["key"].startswith("eval/")]
         return max(steps, default=0) >= args.get("total_updates", args.get("total_timesteps"))
 
     def publish(self) -> None:
@@ -201,11 +246,15 @@ class Run:
         shutil.copy(self.run_dir / "args.json", self.result_dir)
 
 
+PUBLISHED = ("eval/", "stats/behaviour", "stats/holdout_mse_", "stats/fresh_mse")
+
+
 def evaluations(path: Path) -> list[dict[str, str]]:
-    """The rows of a metrics.csv that a report needs: returns, and what the data was worth."""
+    """The rows of a metrics.csv that a report or a figure needs: returns, what the data was worth,
+    and how well a model predicts."""
     with open(path, newline="") as file:
         rows = list(csv.DictReader(file))
-    return [row for row in rows if row["key"].startswith(("eval/", "stats/behaviour"))]
+    return [row for row in rows if row["key"].startswith(PUBLISHED)]
 
 
 def write_metrics(folder: Path, rows: list[dict]) -> None:

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from algos import awr, crr, marwil, rlpd
+from algos import awr, crr, marwil, mbpo, rlpd
 
-ALGOS = {"awr": awr, "marwil": marwil, "crr": crr, "rlpd": rlpd}
+ALGOS = {"awr": awr, "marwil": marwil, "crr": crr, "rlpd": rlpd, "mbpo": mbpo}
 OFFLINE = ("awr", "marwil", "crr")
+WITH_DATA = (*OFFLINE, "rlpd")  # those that read a dataset
 ROOT = Path(__file__).resolve().parents[1]
 torch.set_num_threads(1)  # tests run several at once, and small networks gain nothing from two
 
@@ -139,6 +140,10 @@ TINY_FLAGS = {  # so that 20 updates see everything that happens now and then
     "marwil": {"refresh_interval": 7},
     "crr": {},
     "rlpd": {"learning_starts": 4, "gradient_updates_per_step": 2, "num_critics": 3},
+    "mbpo": {"learning_starts": 4, "updates_per_step": 2, "model_train_interval": 5}
+    | {"num_members": 3, "num_elites": 2, "model_hidden_dim": 8, "model_batch_size": 8}
+    | {"max_model_epochs": 3, "rollout_batch_size": 20, "retain_steps": 10}
+    | {"max_rollout_length": 3, "rollout_grow_from": 5, "rollout_grow_until": 15},
 }
 
 
@@ -160,11 +165,16 @@ def budget(algo, count):
     return {"total_updates" if algo.ALGO in OFFLINE else "total_timesteps": count}
 
 
+def data(algo, dataset):
+    """The flag, for those that have it."""
+    return {"dataset": dataset} if algo.ALGO in WITH_DATA else {}
+
+
 def tiny_args(algo, dataset, run_dir):
     """Arguments of a run that takes a fraction of a second."""
     return algo.Args(
         env_id="Probe-v0",
-        dataset=dataset,
+        **data(algo, dataset),
         **budget(algo, 20),
         batch_size=32,
         hidden_dim=16,

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ALGOS, CLONING, OFFLINE, budget, flat, load, tiny_args
+from conftest import ALGOS, CLONING, OFFLINE, WITH_DATA, budget, data, flat, load, tiny_args
 
 
 @pytest.fixture
@@ -51,9 +51,6 @@ def as_flags(args):
 CHANGES_TRAINING = {
     "env_id": "Pendulum-v1",
     "seed": 5,
-    "dataset": "random:100",
-    "reward_scale": 2.0,
-    "reward_shift": 1.0,
     "batch_size": 16,
     "gamma": 0.5,
     "learning_rate": 2e-3,
@@ -62,6 +59,7 @@ CHANGES_TRAINING = {
     "hidden_dim": 24,
     "target_return": -100.0,
 }
+DATA_FLAGS = {"dataset": "random:100", "reward_scale": 2.0, "reward_shift": 1.0}
 OFFLINE_FLAGS = {"normalize_reward": True, "total_updates": 21, "total_epochs": 1}
 OWN_FLAGS = {  # these change training, too
     "awr": {
@@ -104,6 +102,31 @@ OWN_FLAGS = {  # these change training, too
         "target_entropy": -3.0,
         "tau": 0.5,
     },
+    "mbpo": {
+        "total_timesteps": 21,
+        "buffer_capacity": 7,
+        "learning_starts": 6,
+        "updates_per_step": 3,
+        "critic_layer_norm": True,
+        "alpha": 0.3,
+        "target_entropy": -3.0,
+        "tau": 0.5,
+        "real_ratio": 0.5,
+        "num_members": 4,
+        "num_elites": 1,
+        "model_hidden_dim": 9,
+        "model_learning_rate": 2e-3,
+        "normalize_targets": False,
+        "model_train_interval": 4,
+        "model_batch_size": 4,
+        "max_model_epochs": 2,
+        "rollout_batch_size": 21,
+        "min_rollout_length": 2,
+        "max_rollout_length": 2,
+        "rollout_grow_from": 10,
+        "rollout_grow_until": 20,
+        "retain_steps": 5,
+    },
 }
 LEAVES_TRAINING = {
     "eval_interval": 3,
@@ -129,7 +152,8 @@ ELSEWHERE_OF = {"rlpd": {"record_replay"}}
 
 def flags_of(name):
     """-> {flag: value} that change the training of an algorithm, and that do not"""
-    changes = CHANGES_TRAINING | OWN_FLAGS[name] | (OFFLINE_FLAGS if name in OFFLINE else {})
+    changes = CHANGES_TRAINING | (DATA_FLAGS if name in WITH_DATA else {}) | OWN_FLAGS[name]
+    changes |= OFFLINE_FLAGS if name in OFFLINE else {}
     return changes, LEAVES_TRAINING | OWN_FLAGS_THAT_LEAVE_TRAINING.get(name, {})
 
 
@@ -158,7 +182,7 @@ def test_flag(algo, name, baseline, tmp_path, run):
     assert value != getattr(args, name)
     args = replace(args, **{name: value}, run_dir=str(tmp_path / "run"))
     if name == "env_id":
-        args = replace(args, dataset="random:100")
+        args = replace(args, **data(algo, "random:100"))
     if name == "data_in_buffer":
         args = replace(args, offline_batch_ratio=0.0)
     code, out, err = run(*as_flags(args))
@@ -175,8 +199,10 @@ def test_flag(algo, name, baseline, tmp_path, run):
     if name in ("eval_interval", "log_interval"):
         key = {"eval_interval": ",eval/return_mean,", "log_interval": ",losses/actor,"}[name]
         logged = Path(args.run_dir, "metrics.csv").read_text().count(key)
-        num_evals = 1 + 6 + 1 - (algo.ALGO in ("awr", "rlpd"))  # at 3, the actor has not moved
-        num_logs = 16 if algo.ALGO == "rlpd" else 20  # it only acts, for 4 steps
+        num_evals = (
+            1 + 6 + 1 - (algo.ALGO in ("awr", "rlpd", "mbpo"))
+        )  # at 3, the actor has not moved
+        num_logs = 20 if algo.ALGO in OFFLINE else 16  # the others only act, for 4 steps
         assert logged == {"eval_interval": num_evals, "log_interval": num_logs}[name]
 
 
@@ -223,13 +249,15 @@ def test_divergence_of_a_clone_is_not_silent(algo, tiny):
 
 
 def test_vectors_of_bytes(algo, tiny):
-    algo.train(replace(tiny, env_id="Bytes-v0", dataset="random:100"))
+    algo.train(replace(tiny, env_id="Bytes-v0", **data(algo, "random:100")))
 
 
 def test_batch_of_one_and_dataset_of_one(algo, tiny, tmp_path):
-    own = {"rlpd": {"offline_batch_ratio": 0.0}}
+    own = {"rlpd": {"offline_batch_ratio": 0.0}, "mbpo": {"real_ratio": 0.0}}
     algo.train(replace(tiny, batch_size=1, **own.get(algo.ALGO, {})))
     assert "nan" not in Path(tiny.run_dir, "metrics.csv").read_text()
+    if algo.ALGO not in WITH_DATA:
+        return
     rows = {name: array[:1] for name, array in np.load(tiny.dataset).items()}
     np.savez(tmp_path / "one.npz", **rows)
     one = replace(tiny, dataset=str(tmp_path / "one.npz"), run_dir=str(tmp_path / "one"))
@@ -262,6 +290,7 @@ def test_compile_gives_the_same_numbers(algo, tiny, monkeypatch, tmp_path):
     algo.train(compiled)
     names = {"crr": ["Actor", "Actor", "TwinCritic", "TwinCritic"]}
     names |= {"rlpd": ["EnsembleCritic", "GaussianActor"]}
+    names |= {"mbpo": ["EnsembleCritic", "GaussianActor", "Sequential"]}
     assert sorted(compiled_networks) == names.get(algo.ALGO, ["Actor", "Value"])
     expected, actual = load(tiny.run_dir), load(compiled.run_dir)
     assert actual["actor"].keys() == expected["actor"].keys()
@@ -303,7 +332,7 @@ def test_progress_bar_on_a_terminal(tiny, monkeypatch, run):
 
 
 def test_evaluate_record_and_film(algo, tiny, tmp_path, run):
-    args = replace(tiny, env_id="Pendulum-v1", dataset="random:300", eval_episodes=3)
+    args = replace(tiny, env_id="Pendulum-v1", **data(algo, "random:300"), eval_episodes=3)
     algo.train(args)
     path, file = f"{args.run_dir}/best.pt", tmp_path / "recorded.npz"
     flags = ["--evaluate", path, "--record", file, "--capture-video"]
@@ -312,14 +341,14 @@ def test_evaluate_record_and_film(algo, tiny, tmp_path, run):
     video = Path(args.run_dir, "videos", "seed-10000-episode-0.mp4")
     assert video.stat().st_size > 1000 and str(video) in out
 
-    data = np.load(file)
-    returns = data["rewards"].reshape(3, 200).sum(1)  # Pendulum's episodes last 200 steps
+    returns = np.load(file)["rewards"].reshape(3, 200).sum(1)  # Pendulum's episodes last 200 steps
     for name in ("mean", "std", "min", "max"):
         assert f"{name} {getattr(returns, name)():.1f}" in out
     # and the record is a dataset: train on it
-    again = replace(args, dataset=str(file), run_dir=str(tmp_path / "again"))
-    code, _, err = run(*as_flags(again))
-    assert (code, err) == (0, "")
+    if algo.ALGO in WITH_DATA:
+        again = replace(args, dataset=str(file), run_dir=str(tmp_path / "again"))
+        code, _, err = run(*as_flags(again))
+        assert (code, err) == (0, "")
     # the seed of the episodes is the one that was asked for
     _, other, _ = run("--evaluate", path, "--eval-seed", 5)
     _, same, _ = run("--evaluate", path)
@@ -333,7 +362,7 @@ def test_evaluate_record_and_film(algo, tiny, tmp_path, run):
 
 def test_load_policy_acts_in_the_units_of_the_environment(algo, tiny):
     """Pendulum's torque is in [-2, 2]: a policy that saturates must say 2, not 1."""
-    args = replace(tiny, env_id="Pendulum-v1", dataset="random:300")
+    args = replace(tiny, env_id="Pendulum-v1", **data(algo, "random:300"))
     algo.train(args)
     path = f"{args.run_dir}/checkpoint.pt"
     checkpoint = load(args.run_dir)
@@ -355,12 +384,12 @@ def test_S15_acting_and_training_preprocess_alike(algo, tiny):
         expected = torch.tanh(actor(standardised).mean).numpy()
     actual = algo.load_policy(f"{tiny.run_dir}/checkpoint.pt")(raw)
     np.testing.assert_allclose(actual, expected, atol=1e-6)
-    data = np.load(tiny.dataset)["observations"]
-    np.testing.assert_allclose(checkpoint["obs_mean"], data.mean(0), atol=1e-6)
-    np.testing.assert_allclose(checkpoint["obs_std"], data.std(0, ddof=1) + 1e-3, atol=1e-5)
+    rows = np.load(tiny.dataset)["observations"]
+    np.testing.assert_allclose(checkpoint["obs_mean"], rows.mean(0), atol=1e-6)
+    np.testing.assert_allclose(checkpoint["obs_std"], rows.std(0, ddof=1) + 1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("algo", ["rlpd"], indirect=True)
+@pytest.mark.parametrize("algo", ["rlpd", "mbpo"], indirect=True)
 def test_S15_acting_online_and_training_preprocess_alike(algo, tiny):
     """Online, observations go into the actor as they are, in evaluation as in training."""
     algo.train(tiny)
@@ -379,17 +408,12 @@ WRONG_FLAGS = [
     (["--gamma", "1.0"], "gamma must be in [0, 1), got 1.0"),
     (["--learning-rate", "0"], "learning_rate must be > 0, got 0.0"),
     (["--batch-size", "0"], "batch_size must be > 0, got 0"),
-    (["--reward-shift", "inf"], "reward_shift must be finite, got inf"),
-    (["--reward-scale", "inf"], "reward_scale must be finite, got inf"),
     (["--learning-rate", "inf"], "learning_rate must be finite, got inf"),
     (["--warmup-updates", "-1"], "warmup_updates must be >= 0, got -1"),
     (["--seed", "-1"], "seed must be in [0, 2^63), got -1"),
     (["--patience", "0"], "patience must be > 0, got 0"),
     (["--record", "x.npz"], "record must be used with --evaluate, got x.npz"),
     (["--capture-video"], "capture_video must be used with --evaluate, got True"),
-    (["--dataset", "nowhere.npz"], "dataset nowhere.npz cannot be read: No such file"),
-    (["--dataset", "nonsense"], "dataset nonsense: expected auto, random, random:N,"),
-    (["--dataset", "random:0"], "dataset random:0: write random:N with N a number of steps"),
     (["--env-id", "Nowhere-v0"], "cannot make the environment Nowhere-v0:"),
     (["--env-id", "no_module:X-v0"], "cannot make the environment no_module:X-v0:"),
     (["--env-id", "Several-v0"], "Several-v0: actions must be "),
@@ -403,6 +427,13 @@ if not torch.cuda.is_available():
 
 
 NAIVE = ["--data-in-buffer", "--offline-batch-ratio", "0"]
+DATA_WRONG_FLAGS = [
+    (["--reward-shift", "inf"], "reward_shift must be finite, got inf"),
+    (["--reward-scale", "inf"], "reward_scale must be finite, got inf"),
+    (["--dataset", "nowhere.npz"], "dataset nowhere.npz cannot be read: No such file"),
+    (["--dataset", "nonsense"], "dataset nonsense: expected auto, random, random:N,"),
+    (["--dataset", "random:0"], "dataset random:0: write random:N with N a number of steps"),
+]
 OFFLINE_WRONG_FLAGS = [
     (["--max-weight", "0.5"], "max_weight must be >= 1, got 0.5"),
     (["--total-updates", "0"], "total_updates must be > 0, got 0"),
@@ -471,12 +502,39 @@ OWN_WRONG_FLAGS = {
         (["--record-replay", "x.txt"], "record_replay must be a name that ends in .npz, got"),
         (["--env-id", "Choice-v0"], "Choice-v0: actions must be continuous vectors, not Dis"),
     ],
+    "mbpo": [
+        (["--total-timesteps", "0"], "total_timesteps must be > 0, got 0"),
+        (["--learning-starts", "2"], "learning_starts must be >= 3, for the first fit, got 2"),
+        (["--total-timesteps", "200"], "total_timesteps 200 is spent before the first update:"),
+        (["--updates-per-step", "0"], "updates_per_step must be > 0, got 0"),
+        (["--real-ratio", "1.1"], "real_ratio must be in [0, 1], got 1.1"),
+        (["--real-ratio", "nan"], "real_ratio must be in [0, 1], got nan"),
+        (["--real-ratio", "0.001"], "real_ratio must be 0, 1 or enough for a row of each kind"),
+        (["--num-elites", "8"], "num_elites must be <= num_members 7, got 8"),
+        (["--num-members", "0"], "num_members must be > 0, got 0"),
+        (["--model-hidden-dim", "0"], "model_hidden_dim must be > 0, got 0"),
+        (["--model-learning-rate", "inf"], "model_learning_rate must be finite, got inf"),
+        (["--model-train-interval", "0"], "model_train_interval must be > 0, got 0"),
+        (["--max-model-epochs", "0"], "max_model_epochs must be > 0, got 0"),
+        (["--rollout-batch-size", "0"], "rollout_batch_size must be > 0, got 0"),
+        (["--rollout-batch-size", "9" * 15], "rollout_batch_size 999999999999999 is too much m"),
+        (["--min-rollout-length", "0"], "min_rollout_length must be > 0, got 0"),
+        (["--max-rollout-length", "0"], "max_rollout_length must be >= min_rollout_length"),
+        (["--rollout-grow-from", "-1"], "rollout_grow_from must be >= 0, got -1"),
+        (["--rollout-grow-until", "1"], "rollout_grow_until must be > rollout_grow_from"),
+        (["--retain-steps", "1"], "retain_steps must be >= model_train_interval"),
+        (["--alpha", "0.1", "--target-entropy", "-1"], "alpha must be used without --target-en"),
+        (["--buffer-capacity", "2"], "buffer_capacity must be >= 3, for the first fit, got 2"),
+        (["--buffer-capacity", "9" * 15], "buffer_capacity 999999999999999 is too much memory"),
+        (["--env-id", "Choice-v0"], "Choice-v0: actions must be continuous vectors, not Dis"),
+    ],
 }
 ALL_WRONG_FLAGS = [
     pytest.param(name, flags, line, id=f"{name} {' '.join(flags)}")
     for name in ALGOS
     for flags, line in [
         *WRONG_FLAGS,
+        *(DATA_WRONG_FLAGS if name in WITH_DATA else ()),
         *(OFFLINE_WRONG_FLAGS if name in OFFLINE else ()),
         *OWN_WRONG_FLAGS[name],
     ]
@@ -498,6 +556,7 @@ def test_wrong_choice_and_unknown_flag(run):
         assert code == 2 and flags[0] in err
 
 
+@pytest.mark.parametrize("algo", WITH_DATA, indirect=True)
 def test_broken_dataset_reaches_the_user_as_one_line(algo, tiny, tmp_path, run):
     """test_common.py goes through all of them; here the way to the exit code."""
     path = tmp_path / "page.npz"
@@ -629,9 +688,11 @@ def test_full_disk(algo, tiny, tmp_path):
         run_dir = disk / "run"
         run_dir.mkdir()
         (run_dir / "best.pt").write_bytes(b"from before")
-        flags = f"--dataset random:300 --eval-episodes 1 --run-dir {run_dir}"
+        flags = f"--eval-episodes 1 --run-dir {run_dir}"
+        flags += " --dataset random:300" if algo.ALGO in WITH_DATA else ""
         own = {"awr": " --total-updates 20 --value-warmup 5"}
-        own |= {"rlpd": " --total-timesteps 20 --learning-starts 5 --hidden-dim 256"}
+        online = " --total-timesteps 20 --learning-starts 5 --hidden-dim 256"
+        own |= {"rlpd": online, "mbpo": f"{online} --max-model-epochs 1"}
         flags += own.get(algo.ALGO, " --total-updates 20")
         code = f"import runpy, sys; {limit} sys.argv = {[algo.__file__, *flags.split()]!r}\n"
         code += f"runpy.run_path({algo.__file__!r}, run_name='__main__')"

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import CLONING, OFFLINE, budget, load, save_rows
+from conftest import CLONING, OFFLINE, WITH_DATA, budget, load, save_rows
 
 
 def values(algo, args, obs, action):
@@ -16,8 +16,9 @@ def values(algo, args, obs, action):
     if algo.ALGO in OFFLINE:
         obs = (obs - checkpoint["obs_mean"]) / checkpoint["obs_std"]
     with torch.no_grad():
-        if algo.ALGO == "rlpd":
-            critic = algo.EnsembleCritic(3, 1, 1, args.hidden_dim, layer_norm=True)
+        if algo.ALGO in ("rlpd", "mbpo"):
+            sizes = (3, True) if algo.ALGO == "rlpd" else (2, False)
+            critic = algo.EnsembleCritic(sizes[0], 1, 1, args.hidden_dim, layer_norm=sizes[1])
             critic.load_state_dict(checkpoint["critic"])
             return critic(obs, torch.tensor(action, dtype=torch.float32)[:, None]).mean(0).tolist()
         if algo.ALGO == "crr":
@@ -43,6 +44,9 @@ def probe_args(algo, tiny):
         "crr": {"tau": 0.05},
         "rlpd": {"tau": 0.05, "offline_batch_ratio": 1.0, "alpha": 0.0, "learning_starts": 0}
         | {"gradient_updates_per_step": 1},
+        "mbpo": {"tau": 0.05, "alpha": 0.0, "learning_starts": 100, "model_hidden_dim": 32}
+        | {"model_train_interval": 100, "max_model_epochs": 100, "retain_steps": 100}
+        | {"rollout_batch_size": 2_000},
     }
     return replace(
         tiny,
@@ -58,6 +62,7 @@ def probe_args(algo, tiny):
 
 
 @pytest.mark.parametrize("length", [2, 7, 10])
+@pytest.mark.parametrize("algo", WITH_DATA, indirect=True)
 def test_S1_truncation_bootstraps(algo, probe_args, tmp_path, length):
     """0 -> 1 -> 0 -> ..., leaving 1 pays 1, cut every few steps, gamma 0.9. The cuts are no ends:
     V(0) = 0.9 V(1) and V(1) = 1 + 0.9 V(0), that is 4.737 and 5.263.
@@ -74,6 +79,7 @@ def test_S1_truncation_bootstraps(algo, probe_args, tmp_path, length):
     assert values(algo, args, [0, 1], [0.5, -0.5]) == pytest.approx(expected, abs=0.15)
 
 
+@pytest.mark.parametrize("algo", WITH_DATA, indirect=True)
 def test_termination_does_not_bootstrap(algo, probe_args, tmp_path):
     """The same with true ends on every step: the value is the reward."""
     obs = np.arange(500) % 2
@@ -147,6 +153,7 @@ def test_two_step_mdp_with_known_v(algo, probe_args, tmp_path, td_lambda):
     assert abs(greedy_action(algo, args, 0.0)) < 0.3
 
 
+@pytest.mark.parametrize("algo", WITH_DATA, indirect=True)
 def test_bandit_is_solved_and_cloning_is_not(algo, probe_args, tmp_path):
     """One step, reward -|a - 0.6|, data uniform on [-1, 1]: all move towards 0.6, cloning stays at
     the mean of the data, which is 0."""
@@ -163,12 +170,17 @@ def test_bandit_is_solved_and_cloning_is_not(algo, probe_args, tmp_path):
         assert greedy_action(algo, cloning) == pytest.approx(0.0, abs=0.15)
 
 
-@pytest.mark.parametrize("algo", ["rlpd"], indirect=True)
+ONLINE = {
+    "rlpd": {"dataset": "none", "offline_batch_ratio": 0.0, "gradient_updates_per_step": 2},
+    "mbpo": {"updates_per_step": 2},
+}
+
+
+@pytest.mark.parametrize("algo", ["rlpd", "mbpo"], indirect=True)
 def test_S1_online_truncation_bootstraps(algo, probe_args):
     """1 - (a - 0.5)^2 per step, truncated every tenth: without any data the policy finds 0.5, and
     with gamma 0.9, Q(0.5) = 1 / (1 - 0.9) = 10. A cut that counts as an end gives less than 7."""
-    args = replace(probe_args, dataset="none", offline_batch_ratio=0.0, gamma=0.9)
-    args = replace(args, learning_starts=100, gradient_updates_per_step=2)
+    args = replace(probe_args, gamma=0.9, learning_starts=100, **ONLINE[algo.ALGO])
     result = algo.train(args)
     assert result["eval/return_mean"] == pytest.approx(10, abs=0.1)
     assert greedy_action(algo, args) == pytest.approx(0.5, abs=0.1)

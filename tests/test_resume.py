@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ALGOS, OFFLINE, ROOT, budget, flat, load
+from conftest import ALGOS, OFFLINE, ROOT, WITH_DATA, budget, data, flat, load
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
 
@@ -68,6 +68,16 @@ OWN_FLAGS = {
         "fixed-alpha": {"alpha": 0.2, "backup_entropy": False, "critic_layer_norm": False},
         "in-mid-episode": {"env_id": "Walk-v0", "dataset": "random:50"},
         "pendulum": {"env_id": "Pendulum-v1", "dataset": "random:50"},
+    },
+    "mbpo": {
+        "default": {},
+        "full-rings": {"buffer_capacity": 13, "retain_steps": 5},
+        "at-a-fit": {"learning_starts": 5},
+        "sac": {"real_ratio": 1.0},
+        "model-alone": {"real_ratio": 0.0, "critic_layer_norm": True},
+        "raw-targets": {"normalize_targets": False, "alpha": 0.2},
+        "learned-end": {"env_id": "Walk-v0"},
+        "known-end": {"env_id": "Pendulum-v1"},
     },
 }
 CASES = [
@@ -131,7 +141,7 @@ def test_stop_before_the_first_evaluation_names_a_file_that_exists(algo, tiny, m
 def metrics_of(run_dir):
     """Step, key and value of every logged scalar that is not a time."""
     rows = [line.split(",") for line in Path(run_dir, "metrics.csv").read_text().splitlines()]
-    return [(step, key, value) for step, _, key, value in rows if "per_second" not in key]
+    return [(step, key, value) for step, _, key, value in rows if "_second" not in key]
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
@@ -163,12 +173,15 @@ OWN_PARTS = {
     "crr": {"critic", "target_actor", "target_critic", "actor_opt", "critic_opt"},
     "rlpd": {"critic", "target_critic", "actor_opt", "critic_opt", "alpha_opt", "log_alpha"}
     | {"buffer", "num_updates", "episode", "episode_actions", "current_obs"},
+    "mbpo": {"critic", "target_critic", "actor_opt", "critic_opt", "alpha_opt", "log_alpha"}
+    | {"real", "imagined", "model", "num_updates", "episode", "episode_actions", "current_obs"},
 }
 NUM_UPDATES = {  # of an optimiser in 20 updates, or steps
     ("awr", "actor_opt"): 15,  # V warms up for 5
     ("rlpd", "critic_opt"): 32,  # two per step, after 4
     ("rlpd", "actor_opt"): 16,
     ("rlpd", "alpha_opt"): 16,
+    **{("mbpo", f"{name}_opt"): 32 for name in ("critic", "actor", "alpha")},
 }
 
 
@@ -177,8 +190,9 @@ def test_S17_checkpoint_holds_every_part(algo, tiny):
     algo.train(tiny)
     checkpoint = load(tiny.run_dir)
     normaliser = {"obs_mean", "obs_std"} if algo.ALGO in OFFLINE else set()
+    normaliser |= {"fingerprint"} if algo.ALGO in WITH_DATA else set()
     assert checkpoint.keys() == OWN_PARTS[algo.ALGO] | normaliser | {
-        *("algo", "args", "step", "log_position", "best_return", "evals_since_best", "fingerprint"),
+        *("algo", "args", "step", "log_position", "best_return", "evals_since_best"),
         *("generator", "actor"),
     }
     assert checkpoint["args"] == asdict(tiny)
@@ -221,7 +235,7 @@ def test_same_seed_same_numbers_other_seed_other_numbers(algo, tiny, tmp_path):
 def test_resume_refuses_other_flags_and_other_data(algo, tiny, probe_data, tmp_path):
     path = tmp_path / "data.npz"
     path.write_bytes(Path(probe_data).read_bytes())
-    tiny = replace(tiny, dataset=str(path))
+    tiny = replace(tiny, **data(algo, str(path)))
     algo.train(tiny)
     more = replace(tiny, resume=tiny.run_dir, **budget(algo, 40))
     with pytest.raises(algo.InputError, match=r"--resume keeps gamma = 0\.99 of the run, got 0\.9"):
@@ -232,11 +246,12 @@ def test_resume_refuses_other_flags_and_other_data(algo, tiny, probe_data, tmp_p
         algo.train(replace(more, **budget(algo, 20)))
     with pytest.raises(algo.InputError, match="holds a run already"):
         algo.train(tiny)
-    data = dict(np.load(path))
-    data["rewards"][3] += 1
-    np.savez(path, **data)
-    with pytest.raises(algo.InputError, match="is not the data that the run began with"):
-        algo.train(more)
+    rows = dict(np.load(path))
+    rows["rewards"][3] += 1
+    np.savez(path, **rows)
+    if algo.ALGO in WITH_DATA:
+        with pytest.raises(algo.InputError, match="is not the data that the run began with"):
+            algo.train(more)
     assert load(tiny.run_dir)["step"] == 20  # nothing was touched
 
 
@@ -320,6 +335,7 @@ def test_a_rate_of_almost_zero_stops_every_optimiser(algo, tiny, tmp_path):
         assert moved.abs().max() < 1e-7
 
 
+@pytest.mark.parametrize("algo", WITH_DATA, indirect=True)
 def test_seed_reaches_the_dataset(algo, tiny, tmp_path):
     fingerprints = []
     for seed in (1, 2):
@@ -379,10 +395,11 @@ algo.train(algo.Args(**{asdict(killed)!r}))
 def test_ctrl_c_saves_and_resume_is_bit_exact(algo, tmp_path):
     """The script itself, stopped by a real Ctrl-C, then resumed with the line that it printed."""
     command = [sys.executable, algo.__file__]
-    flags = ["--dataset", "random:500", "--hidden-dim", "16"]
-    flags += [f"--{name.replace('_', '-')}={value}" for name, value in budget(algo, 500).items()]
+    own = budget(algo, 500) | data(algo, "random:500")
+    own |= {"awr": {"value_warmup": 100}, "mbpo": {"max_model_epochs": 5}}.get(algo.ALGO, {})
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in own.items()]
+    flags += ["--hidden-dim", "16"]
     flags += ["--eval-episodes", "1", "--log-interval", "10", "--torch-threads", "1"]
-    flags += ["--value-warmup", "100"] if algo.ALGO == "awr" else []
     process = subprocess.Popen(
         [*command, *flags, "--run-dir", "run"], cwd=tmp_path, stdout=subprocess.PIPE, text=True
     )
