@@ -150,15 +150,15 @@ BALANCING = (
 )
 HOPPING = (
     ("Hopper-v5", "none"),
-    "--total-timesteps 15000 --learning-starts 1000 --learning-rate 3e-4 --target-entropy -1"
+    "--total-timesteps 20000 --learning-starts 1000 --learning-rate 3e-4 --target-entropy -1"
     " --eval-interval 1000 --eval-episodes 20 --checkpoint-interval 2500",
     30.0,
 )
 MBPO = {
     SWING_UP_ALONE: "",
     BALANCING: "--model-train-interval 250 --model-batch-size 256 --max-model-epochs 100",
-    HOPPING: "--updates-per-step 20 --model-hidden-dim 200 --model-batch-size 256"
-    " --model-train-interval 250 --max-model-epochs 10 --rollout-batch-size 50000",
+    HOPPING: "--model-hidden-dim 200 --model-batch-size 256 --model-train-interval 250"
+    " --max-model-epochs 10 --rollout-batch-size 50000",
 }
 TABLE += [
     Row("mbpo", *task, "default", f"{task_flags} {flags}", minutes)

@@ -39,6 +39,7 @@ PACKAGES = {
     "rllib": "ray[rllib]==2.60.0",
     "sbx": "sbx-rl==0.28.0 jax==0.10.2 jaxlib==0.10.2",
     "sb3": "stable-baselines3==2.9.2",
+    "mbrl": "mbrl==0.2.0",
 }
 PEERS = {  # of each algorithm: scripts in benchmark/peers/, named after a package of above
     "awr": ("axiomrl_awr",),
@@ -46,16 +47,28 @@ PEERS = {  # of each algorithm: scripts in benchmark/peers/, named after a packa
     "crr": ("d3rlpy_crr", "axiomrl_crr"),
     "rlpd": ("sbx_sac",),  # 10 critics with layer norm, 20 updates per step
     "sac": ("sbx_sac", "sb3_sac"),  # rlpd.py without data: 2 critics, 1 update per step
+    "mbpo-model": ("mbrl_mbpo", "axiomrl_mbpo"),  # the three pieces of mbpo.py
+    "mbpo-rollout": ("mbrl_mbpo", "axiomrl_mbpo"),
+    "mbpo-sac": ("mbrl_mbpo", "axiomrl_mbpo"),
 }
-VARIANTS = {"ours, --compile": "compile", "ours, a loop over the critics": "loop"}  # of rlpd.py
+SCRIPT_KINDS = {"rlpd": "_sac", "sac": "_sac"}  # ours and limit; else those of the algorithm
+SCRIPT_KINDS |= {algo: "_mbpo" for algo in PEERS if algo.startswith("mbpo")}
+VARIANTS = {  # of ours
+    "_sac": {"ours, --compile": "compile", "ours, a loop over the critics": "loop"},
+    "_mbpo": {"ours, --compile": "compile"},
+}
 # per window; AWR and MARWIL compute all returns once in 1,000, RLPD makes about 25 a second
 UPDATES = {"awr": 1_000, "marwil": 1_000, "crr": 1_000, "rlpd": 200, "sac": 500}
+UPDATES |= {"mbpo-model": 200, "mbpo-rollout": 500_000, "mbpo-sac": 300}
+TITLES = {"rlpd": "RLPD critic update", "sac": "SAC critic update"}
+TITLES |= {"mbpo-model": "MBPO step of the ensemble", "mbpo-sac": "MBPO update of SAC"}
+TITLES |= {"mbpo-rollout": "MBPO transition of a rollout"}
 TORCH = "torch==2.13.0"
 
 
 @dataclass
 class Options:
-    only: str = ""  # one algorithm [all]
+    only: str = ""  # one algorithm, or one of its pieces [all]
     peers: bool = False  # also time other libraries; installs each into a venv of its own
     venvs: Path | None = None  # keep those venvs here [a temporary folder]
     rounds: int = 2  # turns of every contender
@@ -80,12 +93,12 @@ def install(peer: str, folder: Path) -> str:
 
 def contenders(algo: str, venvs: Path | None) -> dict[str, list[str]]:
     """Name in the table -> command"""
-    scripts, kind = ROOT / "benchmark" / "peers", "_sac" if algo in ("rlpd", "sac") else ""
+    scripts, kind = ROOT / "benchmark" / "peers", SCRIPT_KINDS.get(algo, "")
     commands = {
         "ours": [sys.executable, str(scripts / f"ours{kind}.py"), algo],
         "the limit (bare matmuls)": [sys.executable, str(scripts / f"limit{kind}.py"), algo],
     }
-    for name, variant in VARIANTS.items() if kind else ():
+    for name, variant in VARIANTS.get(kind, {}).items():
         commands[name] = [*commands["ours"], "--variant", variant]
     for script in PEERS[algo] if venvs else ():
         peer = script.split("_")[0]
@@ -110,19 +123,18 @@ def measure_updates(algo: str, commands: dict[str, list[str]], options: Options)
                 timing = json.loads(result.stdout.splitlines()[-1])
                 peak_mb = round(timing["peak_mb"])
                 for wall, cpu in zip(timing["wall"], timing["cpu"]):
-                    times = {"wall": f"{wall:.6f}", "cpu": f"{cpu:.6f}", "peak_mb": peak_mb}
+                    times = {"wall": f"{wall:.5g}", "cpu": f"{cpu:.5g}", "peak_mb": peak_mb}
                     who = {"algo": algo, "contender": name}
                     rows.append({**who, "threads": threads, "turn": turn, **times})
-                rate = f"{1 / wall:.0f}/s"
+                rate = f"{1 / wall:,.0f}/s"
                 print(f"{algo} round {turn + 1} threads {threads} {name}: {rate}", flush=True)
     return rows
 
 
 def speed_table(algo: str, rows: list[dict]) -> str:
     rows = [row for row in rows if row["algo"] == algo]
-    what = "critic update" if algo in ("rlpd", "sac") else "update"
     lines = [
-        f"| {algo.upper()} {what} | per CPU-second, 1 thread | x ours"
+        f"| {TITLES.get(algo, f'{algo.upper()} update')} | per CPU-second, 1 thread | x ours"
         " | per second, 2 threads | x ours | MB |",
         "| :-- | --: | --: | --: | --: | --: |",
     ]
@@ -136,7 +148,7 @@ def speed_table(algo: str, rows: list[dict]) -> str:
         for threads in (1, 2):
             mine, ours = rates[name, threads], statistics.median(rates["ours", threads])
             median = statistics.median(mine)
-            cells.append(f"{median:.0f} [{min(mine):.0f}, {max(mine):.0f}]")
+            cells.append(f"{median:,.0f} [{min(mine):,.0f}, {max(mine):,.0f}]")
             cells.append(f"{median / ours:.2f}")
         peak = max(int(row["peak_mb"]) for row in rows if row["contender"] == name)
         lines.append(f"| {' | '.join([*cells, str(peak)])} |")
@@ -212,7 +224,7 @@ def main(options: Options) -> None:
             rows = list(csv.DictReader(file))
     with tempfile.TemporaryDirectory() as folder:
         venvs = (options.venvs or Path(folder)).resolve() if options.peers else None
-        for algo in [options.only] if options.only else PEERS:
+        for algo in [algo for algo in PEERS if algo.startswith(options.only)]:
             commands = contenders(algo, venvs)
             rows = [row for row in rows if row["algo"] != algo]
             rows += measure_updates(algo, commands, options)

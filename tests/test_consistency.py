@@ -184,12 +184,12 @@ def test_imports_are_allowed(name):
             assert node.module.split(".")[0] in ALLOWED_IMPORTS
 
 
-LOSSES = {"mbpo": "mbpo_model_loss"}
+LOSSES = {"mbpo": "mbpo_model_loss"}  # its other losses are SAC's
 
 
 @pytest.mark.parametrize("name", TREES)
 def test_there_is_a_pure_loss_with_a_shape_assert(name):
-    """<algo>_loss (MBPO: of its model) takes tensors and numbers, no network, and starts by checking shapes."""
+    """<algo>_loss takes tensors and numbers, no network, and starts by checking shapes."""
     loss = definitions(TREES[name])[LOSSES.get(name, f"{name}_loss")]
     annotations = {ast.unparse(argument.annotation) for argument in loss.args.args}
     assert annotations <= {"torch.Tensor", "float", "int", "str", "bool"}
