@@ -41,6 +41,7 @@ PACKAGES = {
     "sb3": "stable-baselines3==2.9.2",
     "mbrl": "mbrl==0.2.0",
 }
+NEWER = {"mbrl": "hydra-core==1.3.2 omegaconf==2.3.0"}  # it pins some that break on Python 3.11
 PEERS = {  # of each algorithm: scripts in benchmark/peers/, named after a package of above
     "awr": ("axiomrl_awr",),
     "marwil": ("axiomrl_marwil", "rllib_marwil"),
@@ -83,10 +84,9 @@ def install(peer: str, folder: Path) -> str:
     if not python.exists():
         print(f"installing {PACKAGES[peer]} ...", flush=True)
         subprocess.run([sys.executable, "-m", "venv", folder / peer], check=True)
-        for packages in (
-            [TORCH],
-            [TORCH, *PACKAGES[peer].split()],
-        ):  # torch first: pip must not pick another
+        stages = [[TORCH], [TORCH, *PACKAGES[peer].split()]]  # first: pip must not pick another
+        stages += [NEWER[peer].split()] if peer in NEWER else []
+        for packages in stages:
             subprocess.run([python, "-m", "pip", "install", "-q", *packages], check=True)
     return str(python)
 
