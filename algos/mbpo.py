@@ -3,33 +3,35 @@
 Paper: "When to Trust Your Model: Model-Based Policy Optimization", M. Janner, J. Fu, M. Zhang,
 S. Levine, 2019, arXiv:1906.08253.
 
-Idea: SAC that learns mostly from transitions which a learned model made up. An ensemble of networks
-predicts reward and next state (Dynamics, fit_model). From states that really occurred, the policy
-takes a few steps in it (rollout). Short rollouts stay close to the truth, and there can be as many
-as one likes: SAC then makes many updates per real step without overfitting to few real ones.
+Idea: SAC that learns mostly from imagined transitions. An ensemble of networks learns to predict
+reward and next state (fit_model). From states that really occurred, the policy takes k steps in it
+(rollout). Errors add up along a rollout, so k is small; it can be, because rollouts start all along
+the real episodes. There are many of them, so SAC makes G updates per real step without overfitting.
+Why an ensemble: a policy would live on the mistakes of a single model. Members start from other
+weights and train on other rows (a bootstrap), so that they disagree where data are few, and each
+step is made by a member drawn anew; but only by an elite, one of the best on held-out rows.
 
-Equations (m runs over the M members of the ensemble, a prime marks a target network):
-    model       p_m(r, s' - s | s, a) = Normal(mean_m, exp(log_var_m)) in every dimension
-                minimise sum_m mean ((mean_m - y)^2 exp(-log_var_m) + log_var_m), y = (r, s' - s)
-                log_var in (min, max), both learned: + 0.01 (sum max - sum min)
-    rollout     s_0 from the replay buffer; k times a ~ pi(.|s) and (r, s' - s) ~ p_m, where m is
-                drawn for every row and step from the E elites: the lowest errors on held-out rows
-    SAC         minimise mean_i (Q_i(s, a) - y)^2 for two critics
+Equations (m runs over the M members, i over the two critics, a prime marks a target network):
+    model       p_m(x | s, a) = Normal(mean_m, exp(log_var_m)) in every dimension, x = (r, s' - s)
+                minimise sum_m E[(x - mean_m)^2 exp(-log_var_m) + log_var_m] + 0.01 sum (max - min)
+                log_var_m is kept between min and max, which are learned, a pair per dimension
+    rollout     s from the replay buffer; k times: a ~ pi(.|s), m from the elites, x ~ p_m(.|s, a)
+    critics     minimise mean_i (Q_i(s, a) - y)^2, then Q' <- (1 - tau) Q' + tau Q
                 y = r + gamma (1 - terminated) (min_i Q'_i(s', a') - alpha log pi(a'|s'))
-                minimise alpha log pi(a|s) - min_i Q_i(s, a),               a ~ pi(.|s)
-                minimise alpha (entropy - target_entropy), entropy = mean -log pi(a|s)
+    actor       minimise alpha log pi(a|s) - min_i Q_i(s, a),               a ~ pi(.|s)
+    temperature minimise alpha (entropy - target_entropy), entropy = mean -log pi(a|s)
 
 Differences from the paper:
     - The defaults are a smaller set (width, rollouts, updates, steps) that fits Pendulum.
-    - Targets y are standardised, too, so that no dimension drowns the others.
+    - Not only what goes into the model is standardised but x, too: no dimension drowns the others.
     - Each fit begins with a new Adam: with the averages of the fit before, made when errors were
-      small, its first steps on new data are too long (measured: benchmark/NOTES.md).
-    - The authors know for each task where it ends (TERMINATION). Of any other task that is learned:
-      a logit beside each member's mean, from which the end of a rollout is drawn.
-    - The length k grows with steps, not epochs; log std of the policy is squashed, not clipped.
+      small, its first steps on new data would be too long (measured: benchmark/NOTES.md).
+    - Where a task ends is given, as by the authors, for those in TERMINATION. For any other it is
+      learned: each member also predicts a logit, from which a rollout draws whether it ends.
+    - k grows with steps, not epochs. log std of the policy is squashed: a clip has no gradient.
 
-Shapes: B batch, G updates per step, M members, n rows, O observation, A action,
-W = 2 O + A + 3 a transition, E evaluation episodes. A scalar per transition is [B], never [B, 1].
+Shapes: B batch, G updates per step, M members, C = Z = 2 critics, n rows, O observation, A action,
+D = 1 + O of x, W = 2 O + A + 3 a transition, E evaluation episodes. A scalar per transition is [B].
 
 Run it:
     python algos/mbpo.py --env-id Pendulum-v1
@@ -38,14 +40,14 @@ The paper's hyper-parameters, on Hopper:
     python algos/mbpo.py --env-id Hopper-v5 --total-timesteps 125000 --learning-starts 5000 \\
         --hidden-dim 256 --learning-rate 3e-4 --updates-per-step 20 --target-entropy -1 \\
         --no-normalize-targets --model-hidden-dim 200 --model-batch-size 256 \\
-        --model-train-interval 250 --rollout-batch-size 100000 --retain-steps 1000 \\
-        --max-rollout-length 15 --rollout-grow-from 20000 --rollout-grow-until 150000
+        --model-train-interval 250 --rollout-batch-size 100000 --max-rollout-length 15
 
 Resume it:
     python algos/mbpo.py --resume runs/<run>
 
 The episode that was cut is started anew from its seed, and its actions are played again: exact in
-any environment that is a function of seed and actions.
+any environment that is a function of seed and actions. A checkpoint has 4 W bytes
+per row of both buffers: 6 MB on Pendulum, with the paper's set 70 MB at k = 1, 600 MB at the end.
 """
 
 import csv
@@ -106,21 +108,21 @@ class Args:
     alpha: float | None = None  # fixed temperature [learned, from 1]
     target_entropy: float | None = None  # entropy that a learned temperature aims at [-A / 2]
     tau: float = 0.005  # how far the targets move towards the networks; 1: hard copy
-    real_ratio: float = 0.05  # share of real transitions in every batch; 1: SAC, without a model
+    real_ratio: float = 0.05  # share of real transitions in every batch, the rest imagined; 1: SAC
     num_members: int = 7  # M, size of the ensemble that models the environment
-    num_elites: int = 5  # members that make rollouts, those with the lowest hold-out error
-    model_hidden_dim: int = 100  # width of the four hidden layers of each member
-    model_learning_rate: float = 1e-3  # of the ensemble; follows lr_schedule, without its warm-up
+    num_elites: int = 5  # members with the lowest hold-out errors: only they make rollouts
+    model_hidden_dim: int = 100  # width of a member's four hidden layers (hidden_dim: all others)
+    model_learning_rate: float = 1e-3  # of the model (learning_rate: of all others), no warm-up
     normalize_targets: bool = True  # the model predicts standardised rewards and changes of state
-    model_train_interval: int = 100  # steps between fits of the model, each followed by rollouts
-    max_model_epochs: int = 300  # of a fit, if the hold-out error still falls
-    model_batch_size: int = 64  # transitions per update of each member
-    rollout_batch_size: int = 10_000  # rollouts after each fit
+    model_train_interval: int = 100  # steps from one fit of the model and its rollouts to the next
+    max_model_epochs: int = 300  # a fit ends here if the hold-out error has not stopped falling
+    model_batch_size: int = 64  # transitions per update of the model, for each member its own
+    rollout_batch_size: int = 10_000  # rollouts after each fit, from as many real states
     min_rollout_length: int = 1  # k, steps of a rollout, until step rollout_grow_from
     max_rollout_length: int = 1  # k from step rollout_grow_until on; linear in between
-    rollout_grow_from: int = 20_000  # see min_rollout_length
-    rollout_grow_until: int = 150_000  # see max_rollout_length
-    retain_steps: int = 1_000  # for how many environment steps the transitions of rollouts are kept
+    rollout_grow_from: int = 20_000  # step at which k begins to grow, if the maximum is larger
+    rollout_grow_until: int = 150_000  # step at which k has grown to max_rollout_length
+    retain_steps: int = 1_000  # for about how many steps imagined transitions are kept
 
 
 if __name__ == "__main__":  # parsed here for --help and typos, which need not wait for torch
@@ -144,7 +146,7 @@ def check_args(args: Args) -> None:
         "total_timesteps batch_size learning_rate hidden_dim eval_interval eval_episodes patience "
         "checkpoint_interval log_interval torch_threads updates_per_step "
         "num_members num_elites model_hidden_dim model_learning_rate model_train_interval "
-        "max_model_epochs rollout_batch_size min_rollout_length"
+        "max_model_epochs model_batch_size rollout_batch_size min_rollout_length"
     )
     values = {name: getattr(args, name) for name in positive.split()}
     rules = [(name, "> 0", value is None or value > 0) for name, value in values.items()]
@@ -307,7 +309,7 @@ class EnsembleCritic(nn.Module):
     def forward(self, obs: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
         """[B, O], [B, A] -> [C, B]"""
         x = torch.cat([obs, action], dim=-1)  # [B, O + A]
-        num_members = len(self.net[0].weight)  # or fewer: subset_q calls this with a part of them
+        num_members = len(self.net[0].weight)  # or fewer, if called with a part of them
         x = x.expand(num_members, -1, -1)  # [C, B, O + A]
         return self.net(x).squeeze(-1)  # [C, B]
 
@@ -315,7 +317,7 @@ class EnsembleCritic(nn.Module):
 def bound_log_var(
     log_var: torch.Tensor, min_log_var: torch.Tensor, max_log_var: torch.Tensor
 ) -> torch.Tensor:
-    """Smoothly into (min, max), since a clip has no gradient outside. [..., D] -> [..., D]"""
+    """Smoothly to about [min, max], since a clip has no gradient outside. [..., D] -> [..., D]"""
     log_var = max_log_var - nn.functional.softplus(max_log_var - log_var)
     return min_log_var + nn.functional.softplus(log_var - min_log_var)
 
@@ -338,14 +340,15 @@ class Dynamics(nn.Module):
         super().__init__()
         input_dim, target_dim = obs_dim + action_dim, 1 + obs_dim
         self.output_widths = [target_dim, target_dim, int(learns_end)]
-        dims = [input_dim, *4 * [hidden_dim], sum(self.output_widths)]
+        dims = [input_dim] + 4 * [hidden_dim] + [sum(self.output_widths)]
         layers = []
         for layer in range(5):
             linear = EnsembleLinear(num_members, dims[layer], dims[layer + 1])
-            std = 0.5 / math.sqrt(dims[layer])
+            std = 0.5 / math.sqrt(dims[layer])  # the authors' weights, not Xavier's
             nn.init.trunc_normal_(linear.weight, std=std, a=-2 * std, b=2 * std)
             layers += [linear, nn.SiLU()]
         self.net = nn.Sequential(*layers[:-1])
+        # one pair of bounds per dimension, for all members
         self.min_log_var = nn.Parameter(torch.full((target_dim,), -10.0))
         self.max_log_var = nn.Parameter(torch.full((target_dim,), 0.5))
         # what a fit finds beside the weights
@@ -371,7 +374,9 @@ class Dynamics(nn.Module):
         mean, log_var, end_logit = output.split(self.output_widths, dim=-1)
         return mean, bound_log_var(log_var, self.min_log_var, self.max_log_var), end_logit
 
-    def set_scales(self, inputs: torch.Tensor, targets: torch.Tensor, normalize_targets: bool):
+    def set_scales(
+        self, inputs: torch.Tensor, targets: torch.Tensor, normalize_targets: bool
+    ) -> None:
         """Mean and standard deviation of what goes in, and of what comes out. [n, O + A], [n, D]"""
         tables = [(inputs, self.input_mean, self.input_std)]
         if normalize_targets:
@@ -379,7 +384,7 @@ class Dynamics(nn.Module):
         for table, mean, std in tables:
             mean.copy_(table.mean(dim=0))
             std.copy_(table.std(dim=0))
-            std[std < 1e-12] = 1.0  # a constant, which is 0 without its mean
+            std[std <= 1e-6 * mean.abs()] = 1.0  # a constant, but for rounding
 
     def scale(
         self, inputs: torch.Tensor, targets: torch.Tensor
@@ -390,8 +395,8 @@ class Dynamics(nn.Module):
 
     @torch.no_grad()
     def mse(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Error of each member's mean, both scaled: it does not reward a well-chosen variance.
-        [n, O + A], [n, D] -> [M]"""
+        """Squared error of each member's mean, of scaled rows. Members are compared by what they
+        predict, not by how sure they are of it. [n, O + A], [n, D] -> [M]"""
         num_members = len(self.net[0].weight)
         mean, _, _ = self.heads(self.net(inputs.expand(num_members, -1, -1)))  # [M, n, D]
         return ((mean - targets) ** 2).mean(dim=(1, 2))
@@ -406,19 +411,24 @@ class Dynamics(nn.Module):
         inputs = (torch.cat([obs, action], dim=-1) - self.input_mean) / self.input_std
         choice = torch.randint(num_elites, (num_rows,), device=device, generator=generator)
         output = torch.empty(num_rows, sum(self.output_widths), device=device)
-        for i, member in enumerate(self.elites.tolist()):  # each on its own rows, not on all
+        # each elite computes its own rows and no others: its slice of the stack, an ensemble of 1
+        for i, member in enumerate(self.elites.tolist()):
             rows = (choice == i).nonzero().squeeze(1)  # [n_i]
             one = slice(member, member + 1)
             parameters = {name: stack[one] for name, stack in self.net.named_parameters()}
-            output[rows] = torch.func.functional_call(self.net, parameters, inputs[rows][None])[0]
+            one_output = torch.func.functional_call(self.net, parameters, inputs[rows][None])
+            output[rows] = one_output[0]  # [1, n_i, .] -> [n_i, .]
         mean, log_var, end_logit = self.heads(output)
         noise = torch.randn(mean.shape, device=device, generator=generator)
         target = self.target_mean + self.target_std * (mean + (0.5 * log_var).exp() * noise)
         return target[:, 0], obs + target[:, 1:], end_logit
 
 
+# Where a task terminates, as a function of the next state, [n, O] -> [n]: the rules of Gymnasium's
+# source. They say what is healthy and negate it, since each comparison with a NaN is false.
+
+
 def hopper_ends(next_obs: torch.Tensor) -> torch.Tensor:
-    """Where the environment terminates, as a function of the next state. [n, O] -> [n], bool"""
     height, angle = next_obs[:, 0], next_obs[:, 1]
     is_sane = (next_obs[:, 1:].abs() < 100).all(dim=1)
     return ~(is_sane & (height > 0.7) & (angle.abs() < 0.2))
@@ -475,8 +485,7 @@ def as_rows(obs, action, reward, next_obs, terminated, truncated) -> torch.Tenso
 
 
 class Buffer:
-    """A ring of transitions, a row each, so that to draw a batch is one index call. Rewards are
-    the environment's own."""
+    """A ring of transitions, a row each, so that to draw a batch is one index call."""
 
     def __init__(self, capacity: int, obs_dim: int, action_dim: int, device: torch.device):
         self.widths = [obs_dim, action_dim, 1, obs_dim, 1, 1]  # as in as_rows
@@ -506,6 +515,7 @@ class Buffer:
         if capacity == len(self.rows):
             return
         assert capacity > len(self.rows)
+        # a ring that is not full has position == size: nothing moves
         oldest_first = torch.roll(self.rows[: self.size], -self.position, dims=0)
         self.rows = torch.empty(capacity, sum(self.widths), device=self.rows.device)
         self.rows[: self.size] = oldest_first
@@ -554,17 +564,17 @@ def mbpo_model_loss(
     min_log_var: torch.Tensor,
     max_log_var: torch.Tensor,
 ) -> torch.Tensor:
-    """sum_m mean_{b,d} ((mean - y)^2 exp(-log_var) + log_var) + 0.01 (sum max - sum min).
+    """sum_m mean_{b,d} ((x - mean)^2 exp(-log_var) + log_var) + 0.01 (sum max - sum min).
     [M, B, D] three times, [D], [D] -> scalar
 
-    Per element it is -2 log Normal(y; mean, var) - log(2 pi). The last term pulls the bounds
+    Per element it is -2 log Normal(x; mean, var) - log(2 pi). The last term pulls the bounds
     together, so that they are as wide as the data need and no wider.
     """
     assert mean.dim() == 3 and mean.shape == log_var.shape == target.shape
     assert min_log_var.shape == max_log_var.shape == mean.shape[2:]
-    likelihood = (mean - target) ** 2 * (-log_var).exp() + log_var  # [M, B, D]
+    nll = (mean - target) ** 2 * (-log_var).exp() + log_var  # [M, B, D]
     # a sum over members, since they share nothing: each gets the gradient of its own mean
-    return likelihood.mean(dim=(1, 2)).sum() + 0.01 * (max_log_var.sum() - min_log_var.sum())
+    return nll.mean(dim=(1, 2)).sum() + 0.01 * (max_log_var.sum() - min_log_var.sum())
 
 
 def termination_loss(end_logit: torch.Tensor, terminated: torch.Tensor) -> torch.Tensor:
@@ -601,13 +611,10 @@ def sac_loss(q: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return ((q - target) ** 2).mean()
 
 
-def policy_loss(log_prob: torch.Tensor, q: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
-    """L_pi = mean_b (alpha log pi(a_b|s_b) - mean_i Q_i(s_b, a_b)). [B], [C, B], [] -> scalar
-
-    SAC takes the minimum here, too; RLPD keeps it for the targets, which bootstrap from themselves.
-    """
+def sac_policy_loss(log_prob: torch.Tensor, q: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
+    """L_pi = mean_b (alpha log pi(a_b|s_b) - min_i Q_i(s_b, a_b)). [B], [2, B], [] -> scalar"""
     assert q.dim() == 2 and q.shape[1:] == log_prob.shape
-    return (alpha * log_prob - q.mean(dim=0)).mean()
+    return (alpha * log_prob - q.min(dim=0).values).mean()
 
 
 def temperature_loss(
@@ -813,7 +820,26 @@ EVALUATE_MAY_CHANGE = (
 )
 
 
-MODEL_PATIENCE = 5  # epochs of a fit without a better member
+def start_episode(env: gym.Env, seed: int, episode: int, actions: list) -> tuple:
+    """Episode k always starts from the seed that (seed, k) makes. A resumed run then plays the
+    actions again that it took before it stopped. -> observation, return so far"""
+    episode_seed = np.random.SeedSequence((seed, episode)).generate_state(1).item()
+    obs, _ = env.reset(seed=episode_seed)
+    episode_return = 0.0
+    for action in actions:
+        obs, reward, _, _, _ = env.step(action)
+        episode_return += float(reward)
+    return np.array(obs), episode_return
+
+
+def check_unchanged(args: Args, saved: dict, may_change: str, mode: str) -> None:
+    """A flag that is typed beside --resume or --evaluate either works or is refused."""
+    for name, value in asdict(args).items():
+        if value != saved[name] and name not in may_change.split():
+            raise InputError(f"{mode} keeps {name} = {saved[name]} of the run, got {value}")
+
+
+MODEL_PATIENCE = 5  # a fit ends after more epochs than this without a better member
 ROLLOUT_CHUNK = 10_000  # rows whose activations stay in the cache
 
 
@@ -834,11 +860,13 @@ def fit_model(
     args: Args,
     generator: torch.Generator,
 ) -> dict[str, float]:
-    """Train all members on all real steps, from where they are, until none gets better on held-out
-    rows. Then each goes back to its best epoch, and the best become the elites.
+    """Train all members on all real steps, starting from the weights of the last fit, until none
+    gets better on held-out rows. Then each goes back to its best epoch, and the best members become
+    the elites.
 
-    The rows to hold out are drawn anew for each fit, as by the authors: members have seen most of
-    them before. The error on the num_fresh last steps, taken first, is the honest one.
+    The rows to hold out are drawn anew for each fit, as by the authors, and fits before it trained
+    on most of them: their error flatters. That of the num_fresh latest steps, measured before the
+    fit, does not.
     """
     device, num_members = real.rows.device, args.num_members
     obs, action, reward, next_obs, terminated, _ = real.split(real.rows[: real.size])
@@ -846,12 +874,12 @@ def fit_model(
     targets = torch.cat([reward[:, None], next_obs - obs], dim=-1)  # [n, D]
     statistics = {}
     if num_fresh > 0:
-        fresh = torch.arange(real.position - num_fresh, real.position) % real.size
-        fresh_mse = model.mse(*model.scale(inputs[fresh], targets[fresh]))  # [M]
+        latest = torch.arange(real.position - num_fresh, real.position) % real.size  # a ring
+        fresh_mse = model.mse(*model.scale(inputs[latest], targets[latest]))  # [M]
         statistics["stats/fresh_mse"] = fresh_mse[model.elites].mean().item()
 
     order = torch.randperm(real.size, device=device, generator=generator)
-    num_holdout = min(max(1, int(0.2 * real.size)), 5_000)
+    num_holdout = min(max(1, int(0.2 * real.size)), 5_000)  # as by the authors
     holdout, training = order[:num_holdout], order[num_holdout:]
     model.set_scales(inputs[training], targets[training], args.normalize_targets)
     inputs, targets = model.scale(inputs, targets)
@@ -887,7 +915,7 @@ def fit_model(
             last_best_epoch = epoch
 
     with torch.no_grad():
-        for name, layer in layers.items():
+        for name, layer in layers.items():  # the bounds stay, since members share them
             layer.copy_(best_layers[name])
     model.elites.copy_(best_error.argsort()[: args.num_elites])
     return statistics | {
@@ -912,7 +940,7 @@ def rollout(
     """Up to `length` steps of the policy in the model, from each of n states; a row that terminates
     takes no further step. [n, O] -> a table of transitions per step, [n, W], [n or fewer, W], ...
 
-    Nothing is subtracted from the reward where members disagree: that is MOPO.
+    Rewards are the model's own. (MOPO, for offline data, lowers them where members disagree.)
     """
     tables = []
     for _ in range(length):
@@ -929,25 +957,6 @@ def rollout(
         if len(obs) == 0:
             break
     return tables
-
-
-def start_episode(env: gym.Env, seed: int, episode: int, actions: list) -> tuple:
-    """Episode k always starts from the seed that (seed, k) makes. A resumed run then plays the
-    actions again that it took before it stopped. -> observation, return so far"""
-    episode_seed = np.random.SeedSequence((seed, episode)).generate_state(1).item()
-    obs, _ = env.reset(seed=episode_seed)
-    episode_return = 0.0
-    for action in actions:
-        obs, reward, _, _, _ = env.step(action)
-        episode_return += float(reward)
-    return np.array(obs), episode_return
-
-
-def check_unchanged(args: Args, saved: dict, may_change: str, mode: str) -> None:
-    """A flag that is typed beside --resume or --evaluate either works or is refused."""
-    for name, value in asdict(args).items():
-        if value != saved[name] and name not in may_change.split():
-            raise InputError(f"{mode} keeps {name} = {saved[name]} of the run, got {value}")
 
 
 def train(args: Args) -> dict[str, float]:
@@ -981,17 +990,22 @@ def train(args: Args) -> dict[str, float]:
     torch.manual_seed(args.seed)  # for the initial weights
     generator = torch.Generator(device).manual_seed(args.seed)  # for all else that training draws
 
-    # data: real steps, and those of rollouts, for which there is more room as they get longer
-    retain_rollouts = args.retain_steps / args.model_train_interval * args.rollout_batch_size
-    largest = round(retain_rollouts * args.max_rollout_length)
-    sizes = (("rollout_batch_size", largest), ("buffer_capacity", args.buffer_capacity))
-    for name, capacity in sizes:  # each is tried now: hours later would be too late
+    # data: real steps, and imagined ones. The capacity of a ring is for how long rows are kept, so
+    # that of the second grows with k in the loop, for the rollouts of the last retain_steps
+    rollouts_kept = args.retain_steps / args.model_train_interval * args.rollout_batch_size
+    capacities = {
+        "rollout_batch_size": round(rollouts_kept * args.max_rollout_length),
+        "buffer_capacity": args.buffer_capacity,
+    }
+    for name, capacity in capacities.items():  # tried now: hours later would be too late
         try:
-            real = Buffer(capacity, obs_dim, action_dim, device)
+            Buffer(capacity, obs_dim, action_dim, device)
         except (RuntimeError, TypeError):
             raise InputError(f"{name} {getattr(args, name)} is too much memory") from None
+    real = Buffer(args.buffer_capacity, obs_dim, action_dim, device)
     imagined = Buffer(args.rollout_batch_size, obs_dim, action_dim, device)
     num_real = int(args.real_ratio * args.batch_size)  # in every batch
+    uses_model = num_real < args.batch_size  # else it is SAC
 
     # networks
     actor = GaussianActor(obs_dim, action_dim, args.hidden_dim).to(device)
@@ -1035,7 +1049,7 @@ def train(args: Args) -> dict[str, float]:
         episode_actions = list(checkpoint["episode_actions"].numpy())
         best_return, evals_since_best = checkpoint["best_return"], checkpoint["evals_since_best"]
     current_obs, episode_return = start_episode(env, args.seed, episode, episode_actions)
-    is_fresh, first_update = not args.resume, num_updates
+    is_new, first_update = not args.resume, num_updates
     if args.resume:
         if not np.array_equal(current_obs, checkpoint["current_obs"].numpy()):
             raise InputError(f"{args.env_id} plays another episode from the same seed: no resume")
@@ -1054,7 +1068,7 @@ def train(args: Args) -> dict[str, float]:
     logger = Logger(run_dir, total, args.quiet, **log_position)
     kind = "learned" if ends is None else "known"
     logger.line(f"{ALGO} on {args.env_id}: termination is {kind}\nrun: {run_dir} on {device}")
-    if is_fresh:
+    if is_new:
         policy = make_policy(actor, env.action_space, device)
         eval_returns = common.evaluate(policy, args.env_id, args.eval_episodes, args.eval_seed)
         logger.evaluation(step, eval_returns)
@@ -1083,14 +1097,14 @@ def train(args: Args) -> dict[str, float]:
                 episode, episode_actions = episode + 1, []
                 current_obs, episode_return = start_episode(env, args.seed, episode, [])
 
-            # 2. now and then: fit the model to all real steps, and branch off from them
+            # 2. now and then: fit the model to all real steps, and imagine rollouts from them
             since_start = step - learning_starts
             is_due = since_start >= 0 and since_start % args.model_train_interval == 0
-            if is_due and num_real < args.batch_size:
+            if is_due and uses_model:
                 start_second = logger.seconds()
                 factor = lr_factor(num_updates + 1, total_updates, args.lr_schedule, 0)
                 model_lr = args.model_learning_rate * factor
-                num_fresh = args.model_train_interval if since_start > 0 else 0
+                num_fresh = args.model_train_interval if since_start > 0 else 0  # 0: untrained
                 statistics = fit_model(model, real, num_fresh, model_lr, args, generator)
                 length = rollout_length(
                     step,
@@ -1099,13 +1113,14 @@ def train(args: Args) -> dict[str, float]:
                     args.min_rollout_length,
                     args.max_rollout_length,
                 )
-                imagined.grow(round(retain_rollouts * length))
+                imagined.grow(round(rollouts_kept * length))
                 rows = real.sample(1, args.rollout_batch_size, generator)[0]  # [n, W]
                 tables = []
                 for obs in rows[:, :obs_dim].split(ROLLOUT_CHUNK):
                     tables += rollout(model, actor, ends, obs, length, generator)
-                imagined.add(torch.cat(tables))
-                _, _, reward, next_obs, terminated, _ = imagined.split(torch.cat(tables))
+                new_rows = torch.cat(tables)
+                imagined.add(new_rows)
+                _, _, reward, next_obs, terminated, _ = imagined.split(new_rows)
                 statistics |= {
                     "stats/rollout_length": length,
                     "stats/rollout_reward": reward.mean().item(),
@@ -1116,12 +1131,12 @@ def train(args: Args) -> dict[str, float]:
                 }
                 logger.scalars(step, statistics)
 
-            # 3. SAC: G updates
+            # 3. SAC, G updates: in each batch first num_real real rows, then imagined ones
             batches = []
             if step > learning_starts:
                 shape = (args.updates_per_step, args.batch_size)
                 rows = mixed_batches(real, imagined, *shape, num_real, generator)  # [G, B, W]
-                batches = list(zip(*real.split(rows)))
+                batches = list(zip(*real.split(rows)))  # G times obs [B, O], action [B, A], ...
                 if num_updates == first_update:  # random steps are no measure
                     logger.first_step, logger.first_second = step - 1, logger.seconds()
             for obs, action, reward, next_obs, terminated, _ in batches:
@@ -1137,9 +1152,8 @@ def train(args: Args) -> dict[str, float]:
                 with torch.no_grad():
                     next_action, next_log_prob = sample_action(*actor(next_obs), generator)
                     next_q = target_critic(next_obs, next_action)  # [2, B]
-                    target = soft_target(
-                        reward, terminated, next_q, next_log_prob, alpha, args.gamma, True
-                    )  # [B]
+                    values = (reward, terminated, next_q, next_log_prob, alpha)
+                    target = soft_target(*values, args.gamma, backup_entropy=True)  # [B]
                 q = critic(obs, action)  # [2, B]
                 critic_loss = sac_loss(q, target)
                 critic_opt.zero_grad()
@@ -1150,8 +1164,7 @@ def train(args: Args) -> dict[str, float]:
                 # actor
                 critic.requires_grad_(False)  # gradients go through the critics, not into them
                 action, log_prob = sample_action(*actor(obs), generator)  # [B, A], [B]
-                least_q = critic(obs, action).min(dim=0, keepdim=True).values  # [1, B]
-                actor_loss = policy_loss(log_prob, least_q, alpha)
+                actor_loss = sac_policy_loss(log_prob, critic(obs, action), alpha)
                 actor_opt.zero_grad()
                 actor_loss.backward()
                 actor_opt.step()

@@ -296,7 +296,7 @@ class EnsembleCritic(nn.Module):
     def forward(self, obs: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
         """[B, O], [B, A] -> [C, B]"""
         x = torch.cat([obs, action], dim=-1)  # [B, O + A]
-        num_members = len(self.net[0].weight)  # or fewer: subset_q calls this with a part of them
+        num_members = len(self.net[0].weight)  # or fewer, if called with a part of them
         x = x.expand(num_members, -1, -1)  # [C, B, O + A]
         return self.net(x).squeeze(-1)  # [C, B]
 
