@@ -14,7 +14,7 @@ step is made by a member drawn anew; but only by an elite, one of the best on he
 Equations (m runs over the M members, i over the two critics, a prime marks a target network):
     model       p_m(x | s, a) = Normal(mean_m, exp(log_var_m)) in every dimension, x = (r, s' - s)
                 minimise sum_m E[(x - mean_m)^2 exp(-log_var_m) + log_var_m] + 0.01 sum (max - min)
-                log_var_m is kept between min and max, which are learned, a pair per dimension
+                + weight decay; log_var is kept between min and max, learned, a pair per dimension
     rollout     s from the replay buffer; k times: a ~ pi(.|s), m from the elites, x ~ p_m(.|s, a)
     critics     minimise mean_i (Q_i(s, a) - y)^2, then Q' <- (1 - tau) Q' + tau Q
                 y = r + gamma (1 - terminated) (min_i Q'_i(s', a') - alpha log pi(a'|s'))
@@ -28,26 +28,26 @@ Differences from the paper:
       small, its first steps on new data would be too long (measured: benchmark/NOTES.md).
     - Where a task ends is given, as by the authors, for those in TERMINATION. For any other it is
       learned: each member also predicts a logit, from which a rollout draws whether it ends.
-    - k grows with steps, not epochs. log std of the policy is squashed: a clip has no gradient.
+    - k grows with steps, not epochs, and a fit has at most max_model_epochs. alpha's loss has alpha
+      where theirs has log alpha. log std of the policy is squashed: a clip has no gradient.
 
 Shapes: B batch, G updates per step, M members, C = Z = 2 critics, n rows, O observation, A action,
 D = 1 + O of x, W = 2 O + A + 3 a transition, E evaluation episodes. A scalar per transition is [B].
 
-Run it:
+Run it: (the second: with the paper's hyper-parameters)
     python algos/mbpo.py --env-id Pendulum-v1
-
-The paper's hyper-parameters, on Hopper:
-    python algos/mbpo.py --env-id Hopper-v5 --total-timesteps 125000 --learning-starts 5000 \\
+    python algos/mbpo.py --env-id Hopper-v5 --total-timesteps 130000 --learning-starts 5000 \\
         --hidden-dim 256 --learning-rate 3e-4 --updates-per-step 20 --target-entropy -1 \\
         --no-normalize-targets --model-hidden-dim 200 --model-batch-size 256 \\
-        --model-train-interval 250 --rollout-batch-size 100000 --max-rollout-length 15
+        --model-train-interval 250 --rollout-batch-size 100000 --max-rollout-length 15 \\
+        --rollout-grow-from 25000 --rollout-grow-until 155000 --eval-interval 1000
 
 Resume it:
     python algos/mbpo.py --resume runs/<run>
 
 The episode that was cut is started anew from its seed, and its actions are played again: exact in
-any environment that is a function of seed and actions. A checkpoint has 4 W bytes
-per row of both buffers: 6 MB on Pendulum, with the paper's set 70 MB at k = 1, 600 MB at the end.
+any environment that is a function of seed and actions. A checkpoint has 4 W bytes per row of both
+buffers: 6 MB on Pendulum, with the paper's set up to 600 MB.
 """
 
 import csv
@@ -112,7 +112,7 @@ class Args:
     num_members: int = 7  # M, size of the ensemble that models the environment
     num_elites: int = 5  # members with the lowest hold-out errors: only they make rollouts
     model_hidden_dim: int = 100  # width of a member's four hidden layers (hidden_dim: all others)
-    model_learning_rate: float = 1e-3  # of the model (learning_rate: of all others), no warm-up
+    model_learning_rate: float = 1e-3  # of the model (learning_rate: all others); has no warm-up
     normalize_targets: bool = True  # the model predicts standardised rewards and changes of state
     model_train_interval: int = 100  # steps from one fit of the model and its rollouts to the next
     max_model_epochs: int = 300  # a fit ends here if the hold-out error has not stopped falling
@@ -122,7 +122,7 @@ class Args:
     max_rollout_length: int = 1  # k from step rollout_grow_until on; linear in between
     rollout_grow_from: int = 20_000  # step at which k begins to grow, if the maximum is larger
     rollout_grow_until: int = 150_000  # step at which k has grown to max_rollout_length
-    retain_steps: int = 1_000  # for about how many steps imagined transitions are kept
+    retain_steps: int = 1_000  # for at least how many steps imagined transitions are kept
 
 
 if __name__ == "__main__":  # parsed here for --help and typos, which need not wait for torch
@@ -997,11 +997,13 @@ def train(args: Args) -> dict[str, float]:
         "rollout_batch_size": round(rollouts_kept * args.max_rollout_length),
         "buffer_capacity": args.buffer_capacity,
     }
-    for name, capacity in capacities.items():  # tried now: hours later would be too late
+    trials = []
+    for name, capacity in capacities.items():  # all of it now: hours later would be too late
         try:
-            Buffer(capacity, obs_dim, action_dim, device)
+            trials.append(Buffer(capacity, obs_dim, action_dim, device))
         except (RuntimeError, TypeError):
             raise InputError(f"{name} {getattr(args, name)} is too much memory") from None
+    del trials
     real = Buffer(args.buffer_capacity, obs_dim, action_dim, device)
     imagined = Buffer(args.rollout_batch_size, obs_dim, action_dim, device)
     num_real = int(args.real_ratio * args.batch_size)  # in every batch
@@ -1056,7 +1058,7 @@ def train(args: Args) -> dict[str, float]:
         del checkpoint  # with a copy of the buffers
     args = replace(args, resume=None)
     if args.compile:
-        for network in (actor, critic, model.net):
+        for network in (actor, critic):  # the model gains nothing: it is all large products
             network.compile()
 
     try:
@@ -1130,6 +1132,10 @@ def train(args: Args) -> dict[str, float]:
                     "time/model_seconds": logger.seconds() - start_second,
                 }
                 logger.scalars(step, statistics)
+                for name in ("losses/model", "stats/rollout_abs_max"):
+                    if not math.isfinite(statistics[name]):
+                        message = f"{name} is {statistics[name]} at step {step}: it diverged"
+                        raise InputError(f"{message}; lower --model-learning-rate")
 
             # 3. SAC, G updates: in each batch first num_real real rows, then imagined ones
             batches = []

@@ -55,9 +55,10 @@ PEERS = {  # of each algorithm: scripts in benchmark/peers/, named after a packa
 SCRIPT_KINDS = {"rlpd": "_sac", "sac": "_sac"}  # ours and limit; else those of the algorithm
 SCRIPT_KINDS |= {algo: "_mbpo" for algo in PEERS if algo.startswith("mbpo")}
 VARIANTS = {  # of ours
-    "_sac": {"ours, --compile": "compile", "ours, a loop over the critics": "loop"},
-    "_mbpo": {"ours, --compile": "compile"},
+    algo: {"ours, --compile": "compile", "ours, a loop over the critics": "loop"}
+    for algo in ("rlpd", "sac")
 }
+VARIANTS |= {"mbpo-sac": {"ours, --compile": "compile"}}
 # per window; AWR and MARWIL compute all returns once in 1,000, RLPD makes about 25 a second
 UPDATES = {"awr": 1_000, "marwil": 1_000, "crr": 1_000, "rlpd": 200, "sac": 500}
 UPDATES |= {"mbpo-model": 200, "mbpo-rollout": 500_000, "mbpo-sac": 300}
@@ -98,7 +99,7 @@ def contenders(algo: str, venvs: Path | None) -> dict[str, list[str]]:
         "ours": [sys.executable, str(scripts / f"ours{kind}.py"), algo],
         "the limit (bare matmuls)": [sys.executable, str(scripts / f"limit{kind}.py"), algo],
     }
-    for name, variant in VARIANTS.get(kind, {}).items():
+    for name, variant in VARIANTS.get(algo, {}).items():
         commands[name] = [*commands["ours"], "--variant", variant]
     for script in PEERS[algo] if venvs else ():
         peer = script.split("_")[0]

@@ -199,9 +199,8 @@ def test_flag(algo, name, baseline, tmp_path, run):
     if name in ("eval_interval", "log_interval"):
         key = {"eval_interval": ",eval/return_mean,", "log_interval": ",losses/actor,"}[name]
         logged = Path(args.run_dir, "metrics.csv").read_text().count(key)
-        num_evals = (
-            1 + 6 + 1 - (algo.ALGO in ("awr", "rlpd", "mbpo"))
-        )  # at 3, the actor has not moved
+        moved_at_3 = algo.ALGO in ("marwil", "crr")  # in the others, the actor still waits
+        num_evals = 1 + 5 + moved_at_3 + 1
         num_logs = 20 if algo.ALGO in OFFLINE else 16  # the others only act, for 4 steps
         assert logged == {"eval_interval": num_evals, "log_interval": num_logs}[name]
 
@@ -289,8 +288,7 @@ def test_compile_gives_the_same_numbers(algo, tiny, monkeypatch, tmp_path):
     compiled = replace(tiny, **budget(algo, 6), compile=True, run_dir=str(tmp_path / "compiled"))
     algo.train(compiled)
     names = {"crr": ["Actor", "Actor", "TwinCritic", "TwinCritic"]}
-    names |= {"rlpd": ["EnsembleCritic", "GaussianActor"]}
-    names |= {"mbpo": ["EnsembleCritic", "GaussianActor", "Sequential"]}
+    names |= {name: ["EnsembleCritic", "GaussianActor"] for name in ("rlpd", "mbpo")}
     assert sorted(compiled_networks) == names.get(algo.ALGO, ["Actor", "Value"])
     expected, actual = load(tiny.run_dir), load(compiled.run_dir)
     assert actual["actor"].keys() == expected["actor"].keys()
@@ -516,6 +514,7 @@ OWN_WRONG_FLAGS = {
         (["--model-learning-rate", "inf"], "model_learning_rate must be finite, got inf"),
         (["--model-train-interval", "0"], "model_train_interval must be > 0, got 0"),
         (["--max-model-epochs", "0"], "max_model_epochs must be > 0, got 0"),
+        (["--model-batch-size", "0"], "model_batch_size must be > 0, got 0"),
         (["--rollout-batch-size", "0"], "rollout_batch_size must be > 0, got 0"),
         (["--rollout-batch-size", "9" * 15], "rollout_batch_size 999999999999999 is too much m"),
         (["--min-rollout-length", "0"], "min_rollout_length must be > 0, got 0"),

@@ -743,7 +743,7 @@ def test_ends_are_known_or_learned(walk, tmp_path, spy, capsys):
 
 def fit_by_hand(model, real, args, generator, learning_rate):
     """fit_model once more: a list of MLPs, each with its own Adam, torch.distributions, loops.
-    -> members, bounds, elites, errors, number of epochs"""
+    -> members, bounds, elites, errors, number of epochs, last loss with its decay, R^2"""
     rows = real.rows[: real.size].double()
     inputs, end = rows[:, :3], rows[:, 6]
     targets = torch.stack(
@@ -790,7 +790,8 @@ def fit_by_hand(model, real, args, generator, learning_rate):
             if error < 0.99 * errors[m]:
                 best[m], errors[m], waited = deepcopy(member), error, 0
     elites = sorted(range(len(members)), key=errors.__getitem__)[: args.num_elites]
-    return best, (low, high), elites, errors, epoch
+    r2 = 1 - np.mean(errors) / targets.var(dim=0).mean().item()
+    return best, (low, high), elites, errors, epoch, loss.item(), r2
 
 
 @pytest.mark.parametrize(
@@ -808,7 +809,8 @@ def test_a_fit_by_hand(flags, learns_end):
     args = fit_args(**flags)
     model = make_model(args.num_members, args.num_elites, learns_end, noise=0.1)
     real, rate = filled(make_rows(55), capacity=100), 0.02
-    members, bounds, elites, errors, epochs = fit_by_hand(model, real, args, seeded(), rate)
+    hand = fit_by_hand(model, real, args, seeded(), rate)
+    members, bounds, elites, errors, epochs, loss, r2 = hand
     statistics = mbpo.fit_model(model, real, 0, rate, args, seeded())
     for m, member in enumerate(members):
         for actual, expected in zip(member_of(model, m).parameters(), member.parameters()):
@@ -819,6 +821,9 @@ def test_a_fit_by_hand(flags, learns_end):
     assert model.elites.tolist() == elites
     assert statistics["stats/model_epochs"] == epochs
     assert statistics["stats/holdout_mse"] == pytest.approx(np.mean(errors), rel=1e-3)
+    assert statistics["stats/holdout_r2"] == pytest.approx(r2, rel=1e-3, abs=1e-3)
+    assert statistics["losses/model"] == pytest.approx(loss, rel=1e-2, abs=2e-2)
+    assert statistics["stats/max_log_var"] == pytest.approx(bounds[1].mean().item(), rel=1e-3)
     if args.max_model_epochs == 60:
         assert 7 < epochs < 60  # patience ran out
 
@@ -1072,6 +1077,18 @@ def test_a_fit_starts_from_the_weights_of_the_one_before():
             torch.testing.assert_close(a, b)
 
 
+def test_a_fit_depends_on_the_state_of_the_model_alone():
+    """It begins with a new Adam: another model that gets weights, bounds and scales of the first
+    from a checkpoint goes on like the first."""
+    model, again, real = make_model(), make_model(noise=1.0), filled(make_rows(40))
+    mbpo.fit_model(model, real, 0, 1e-2, fit_args(), seeded(0))
+    again.load_state_dict(model.state_dict())
+    for each in (model, again):
+        mbpo.fit_model(each, real, 5, 1e-2, fit_args(), seeded(1))
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, again.state_dict()[name])
+
+
 # ---- buffer
 
 
@@ -1200,8 +1217,9 @@ def test_B10_every_mini_batch_has_its_exact_share(walk, monkeypatch, spy, ratio,
         return (rows[:, :, None] == buffer.rows[: buffer.size]).all(dim=3).any(dim=2)  # [G, B]
 
     def checked(*args):
-        real, imagined = args[:2]
+        imagined, real = sorted(args[:2], key=lambda buffer: len(buffer.rows))
         block = original(*args)
+        assert len(real.rows) == 1_000_000 and len(imagined.rows) <= 120
         assert block.shape == (3, batch_size, 8)
         expected = torch.arange(batch_size).expand(3, -1) < num_real
         assert torch.equal(is_in(block, real), expected)
@@ -1260,7 +1278,7 @@ def fake_fit(model, *_):
     for name, (mean, std) in (("input", INPUT_SCALES), ("target", TARGET_SCALES)):
         getattr(model, f"{name}_mean").copy_(torch.tensor(mean))
         getattr(model, f"{name}_std").copy_(torch.tensor(std))
-    return {}
+    return {"losses/model": 0.0}
 
 
 class ByHand:
@@ -1704,6 +1722,26 @@ def test_what_is_logged_of_model_and_rollouts(walk, spy):
             assert log[step, f"stats/td_error_{name}"] == pytest.approx(expected, rel=1e-3)
 
 
+@pytest.mark.parametrize("part", ["losses/model", "stats/rollout_abs_max"])
+def test_a_model_that_diverged_stops_the_run(walk, monkeypatch, part):
+    """Before its rows reach a critic."""
+    original = mbpo.fit_model
+
+    def fit(model, *rest):
+        statistics = original(model, *rest)
+        if part == "losses/model":
+            return statistics | {part: nan}
+        model.target_mean.fill_(inf)
+        return statistics
+
+    monkeypatch.setattr(mbpo, "fit_model", fit)
+    monkeypatch.setattr(mbpo, "mixed_batches", lambda *_: pytest.fail("there was an update"))
+    with pytest.raises(
+        mbpo.InputError, match=rf"^{part} is (nan|inf) at step 4: it diverged; lower"
+    ):
+        mbpo.train(walk)
+
+
 def test_patience_waits_for_updates(walk):
     """While steps are random the policy is the same: nothing to evaluate, nothing to wait for."""
     args = replace(walk, eval_interval=5, learning_starts=14)
@@ -1720,20 +1758,21 @@ def test_defaults_are_what_the_docstring_says():
     assert args.alpha is None and args.tau == 0.005 and args.gamma == 0.99
     assert args.model_learning_rate == 1e-3 and args.normalize_targets
     assert not args.critic_layer_norm and args.batch_size == 256
-    command = mbpo.__doc__.split("The paper's hyper-parameters, on Hopper:")[1].split("Resume")[0]
-    flags = command.replace("\\", " ").split()
-    assert flags[:2] == ["python", "algos/mbpo.py"]
+    hopper = mbpo.__doc__.index("python algos/mbpo.py --env-id Hopper-v5")
+    command = mbpo.__doc__[hopper:].split("\n\n")[0]
+    flags = command.replace("\\\n", " ").split()
     paper = tyro.cli(mbpo.Args, args=flags[2:])
     mbpo.check_args(paper)
-    assert paper.env_id == "Hopper-v5" and paper.total_timesteps == 125_000
+    first = paper.learning_starts  # the authors count from the end of the random steps
+    assert (first, paper.total_timesteps - first) == (5000, 125_000)
     assert (paper.num_members, paper.num_elites, paper.model_hidden_dim) == (7, 5, 200)
     assert (paper.model_learning_rate, paper.model_batch_size) == (1e-3, 256)
     assert (paper.learning_rate, paper.hidden_dim, paper.batch_size) == (3e-4, 256, 256)
-    assert (paper.updates_per_step, paper.learning_starts, paper.real_ratio) == (20, 5000, 0.05)
+    assert (paper.updates_per_step, paper.real_ratio) == (20, 0.05)
     assert (paper.target_entropy, paper.tau, paper.gamma) == (-1, 0.005, 0.99)
     assert paper.rollout_batch_size / paper.model_train_interval == 400  # per step
     assert paper.model_train_interval == 250 and paper.retain_steps == 1000
-    assert (paper.rollout_grow_from, paper.rollout_grow_until) == (20_000, 150_000)
+    assert (paper.rollout_grow_from - first, paper.rollout_grow_until - first) == (20_000, 150_000)
     assert (paper.min_rollout_length, paper.max_rollout_length) == (1, 15)
     assert not paper.normalize_targets
     assert mbpo.Dynamics.WEIGHT_DECAY == (2.5e-5, 5e-5, 7.5e-5, 7.5e-5, 1e-4)

@@ -1,4 +1,4 @@
-"""python ours_mbpo.py SETTING [--variant compile]: a piece of algos/mbpo.py, by the functions that
+"""python ours_mbpo.py SETTING: a piece of algos/mbpo.py, by the functions that
 its loop calls, or by the loop itself. 17 observations and 6 actions, buffers of 100,000 rows.
 
 "mbpo-model": a step of the ensemble, 7 x 4 x 200, 256 rows each. A window is one epoch of
@@ -6,7 +6,8 @@ fit_model(): with its scales, its bootstrap, its held-out rows and its snapshots
 "mbpo-rollout": one transition of 10,000 in a call, one step from each start, 5 elites, into the
 buffer; with a termination function.
 "mbpo-sac": an update of actor, 2 critics, temperature and targets, 2 x 256, batch 256, of which 12
-rows are real; 20 updates per step of an environment that does nothing, in train() itself.
+rows are real; 20 updates per step of an environment that does nothing, in train() itself
+(--variant compile: compiled).
 """
 
 import sys
@@ -47,8 +48,6 @@ def full_buffer(num_rows: int) -> mbpo.Buffer:
 mbpo.keep_freed_memory()
 generator = torch.Generator().manual_seed(0)
 model = mbpo.Dynamics(7, 5, OBS, ACTION, 200, learns_end=False)
-if ARGS.variant == "compile":
-    model.net.compile()
 
 if ARGS.algo == "mbpo-model":
     args = mbpo.Args(max_model_epochs=1, model_batch_size=256)
