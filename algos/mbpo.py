@@ -384,7 +384,7 @@ class Dynamics(nn.Module):
         for table, mean, std in tables:
             mean.copy_(table.mean(dim=0))
             std.copy_(table.std(dim=0))
-            std[std <= 1e-6 * mean.abs()] = 1.0  # a constant, but for rounding
+            std[std <= 1e-6 * mean.abs() + 1e-12] = 1.0  # a constant, but for rounding
 
     def scale(
         self, inputs: torch.Tensor, targets: torch.Tensor

@@ -1614,7 +1614,8 @@ def test_S2_S5_B12_no_stored_pair_crosses_a_reset_and_only_ends_reset(walk, spy)
     """The second observation counts the steps of an episode: it starts again after an end, and at
     no other step, such as that of a fit."""
     fits, args = spy("fit_model"), replace(walk, total_timesteps=300, model_train_interval=3)
-    mbpo.train(replace(args, updates_per_step=1, max_model_epochs=1))
+    args = replace(args, max_model_epochs=1, model_batch_size=256, eval_interval=1000)
+    mbpo.train(replace(args, updates_per_step=1))
     obs, time, _, _, next_obs, next_time, terminated, truncated = load(args.run_dir)["real"][
         "rows"
     ].T
@@ -1634,7 +1635,7 @@ def test_S18_episode_k_starts_from_seed_and_k(walk, tmp_path):
     starts = []
     for name, flags in (("a", {}), ("b", {"learning_starts": 100})):
         args = replace(walk, total_timesteps=200, real_ratio=1.0, run_dir=str(tmp_path / name))
-        mbpo.train(replace(args, **flags))
+        mbpo.train(replace(args, eval_interval=1000, updates_per_step=1, **flags))
         rows = load(args.run_dir)["real"]["rows"]
         starts.append(rows[rows[:, 1] == 0, 0][:20])
     assert torch.equal(*starts) and len(starts[0].unique()) == 20
