@@ -10,10 +10,11 @@ import time
 
 import numpy as np
 import pytest
+import torch
 from conftest import ROOT, load
 
 import common
-from benchmark import run, speed, weights
+from benchmark import model_error, run, speed, weights
 
 sys.path.insert(0, str(ROOT / "benchmark" / "data"))
 import make
@@ -178,3 +179,46 @@ def test_published_weights(tmp_path):
     assert len(warm) == 2 and all(float(row["ess"]) > 0.99 for row in warm)
     weights.draw(rows, tmp_path / "weights.png")
     assert (tmp_path / "weights.png").stat().st_size > 10_000
+
+
+def test_model_error_by_hand():
+    """A model that is off by (0.1, 0) more with every step: k times that after k steps, in units of
+    the standard deviations, from every start that has enough steps left in its episode."""
+
+    class Model:
+        def sample(self, obs, action, generator):
+            return None, obs + torch.cat([action, -action], dim=1) + torch.tensor([0.1, 0.0]), None
+
+    torch.manual_seed(0)
+    episodes = []
+    for length in (20, 14, 15):  # the second is too short
+        action = torch.randn(length, 1)
+        changes = torch.cat([torch.zeros(1, 2), torch.cat([action, -action], dim=1)])
+        episodes.append((changes.cumsum(dim=0), action))
+    errors, no_change = model_error.rollout_errors(Model(), episodes, torch.Generator())
+    assert errors.shape == no_change.shape == (15, 6 + 1)
+    std = np.concatenate([obs.numpy() for obs, _ in episodes]).std(axis=0, ddof=1)
+    for k in range(15):
+        expected = 0.1 * (k + 1) / std[0] / 2**0.5
+        np.testing.assert_allclose(errors[k], expected, rtol=1e-3)
+    moved = (episodes[0][0][5] - episodes[0][0][2]).numpy() / std  # from step 2, after 3 steps
+    assert no_change[2, 2].item() == pytest.approx((moved**2).mean() ** 0.5, rel=1e-4)
+
+
+def test_published_model_error(tmp_path):
+    """It grows along a rollout, from less than what no change would give, and can be drawn."""
+    with open(ROOT / "benchmark" / "results" / "model_error.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    for env_id in model_error.TASKS:
+        mine = [row for row in rows if row["env_id"] == env_id]
+        assert [int(row["length"]) for row in mine] == list(range(1, 16))
+        assert all(float(row["q25"]) <= float(row["median"]) <= float(row["q75"]) for row in mine)
+        assert float(mine[0]["median"]) < float(mine[0]["no_change"])
+        assert float(mine[0]["median"]) < float(mine[-1]["median"])
+    curves = {
+        env_id: model_error.fit_errors(env_id, model_error.Options())
+        for env_id in model_error.TASKS
+    }
+    assert all(len(curve) == 7 + 1 for curve in curves.values())  # seven members, and new steps
+    model_error.draw(rows, curves, tmp_path / "model_error.png")
+    assert (tmp_path / "model_error.png").stat().st_size > 10_000
