@@ -1,7 +1,10 @@
 """How far can MBPO's model be trusted? Its error along a rollout, and on held-out rows over time.
 
-    python benchmark/run.py --only mbpo__ --seeds 1   (trains the models)
-    python benchmark/model_error.py                   (a minute)
+    python benchmark/run.py --only none__default --seeds 1 --results runs/results
+    python benchmark/model_error.py
+
+The first trains the models, in less than an hour; with results of its own, since a run whose results
+are there already would be skipped. The second takes a minute.
 
 For each task, from the run of seed 1, two pictures in results/model_error.png:
 
@@ -164,7 +167,7 @@ def main(options: Options) -> int:
         rows = [row for env_id in TASKS for row in measure(env_id, options)]
         curves = {env_id: fit_errors(env_id, options) for env_id in TASKS}
     except (common.InputError, OSError) as error:
-        print(f"model_error: {error}; run python benchmark/run.py --only mbpo__ first")
+        print(f"model_error: {error}: train the models first, see --help", file=sys.stderr)
         return 2
     with open(options.results / "model_error.csv", "w", newline="") as file:
         writer = csv.DictWriter(file, rows[0].keys())

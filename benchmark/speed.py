@@ -61,7 +61,7 @@ VARIANTS = {  # of ours
 VARIANTS |= {"mbpo-sac": {"ours, --compile": "compile"}}
 # per window; AWR and MARWIL compute all returns once in 1,000, RLPD makes about 25 a second
 UPDATES = {"awr": 1_000, "marwil": 1_000, "crr": 1_000, "rlpd": 200, "sac": 500}
-UPDATES |= {"mbpo-model": 200, "mbpo-rollout": 500_000, "mbpo-sac": 300}
+UPDATES |= {"mbpo-model": 200, "mbpo-rollout": 200_000, "mbpo-sac": 300}
 TITLES = {"rlpd": "RLPD critic update", "sac": "SAC critic update"}
 TITLES |= {"mbpo-model": "MBPO step of the ensemble", "mbpo-sac": "MBPO update of SAC"}
 TITLES |= {"mbpo-rollout": "MBPO transition of a rollout"}
