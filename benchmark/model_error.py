@@ -3,8 +3,8 @@
     python benchmark/run.py --only none__default --seeds 1 --results runs/results
     python benchmark/model_error.py
 
-The first trains the models, in less than an hour; with results of its own, since a run whose results
-are there already would be skipped. The second takes a minute.
+The first trains the models, in less than an hour; with results of its own, since runs whose results
+are there would be skipped. The second takes a minute.
 
 For each task, from the run of seed 1, two pictures in results/model_error.png:
 

@@ -141,6 +141,7 @@ TINY_FLAGS = {  # so that 20 updates see everything that happens now and then
     "crr": {},
     "rlpd": {"learning_starts": 4, "gradient_updates_per_step": 2, "num_critics": 3},
     "mbpo": {"learning_starts": 4, "updates_per_step": 2, "model_train_interval": 5}
+    | {"real_ratio": 0.1}
     | {"num_members": 3, "num_elites": 2, "model_hidden_dim": 8, "model_batch_size": 8}
     | {"max_model_epochs": 3, "rollout_batch_size": 20, "retain_steps": 10}
     | {"max_rollout_length": 3, "rollout_grow_from": 5, "rollout_grow_until": 15},

@@ -123,7 +123,7 @@ OWN_FLAGS = {  # these change training, too
         "rollout_batch_size": 21,
         "min_rollout_length": 2,
         "max_rollout_length": 2,
-        "rollout_grow_from": 10,
+        "rollout_grow_from": 14,
         "rollout_grow_until": 20,
         "retain_steps": 5,
     },

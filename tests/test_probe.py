@@ -44,13 +44,15 @@ def probe_args(algo, tiny):
         "crr": {"tau": 0.05},
         "rlpd": {"tau": 0.05, "offline_batch_ratio": 1.0, "alpha": 0.0, "learning_starts": 0}
         | {"gradient_updates_per_step": 1},
-        "mbpo": {"tau": 0.05, "alpha": 0.0, "learning_starts": 100, "model_hidden_dim": 32}
-        | {"model_train_interval": 100, "max_model_epochs": 100, "retain_steps": 100}
-        | {"rollout_batch_size": 2_000},
+        # half of it real: without entropy, imagined steps soon are all of one action
+        "mbpo": {"tau": 0.05, "alpha": 0.0, "learning_starts": 100, "real_ratio": 0.5}
+        | {"model_train_interval": 100, "max_model_epochs": 20, "retain_steps": 100}
+        | {"model_hidden_dim": 32, "rollout_batch_size": 2_000, "max_rollout_length": 1},
     }
+    scale = {"reward_scale": 1.0} if algo.ALGO in WITH_DATA else {}
     return replace(
         tiny,
-        reward_scale=1.0,
+        **scale,
         hidden_dim=32,
         batch_size=64,
         **budget(algo, 800),
