@@ -156,7 +156,8 @@ HOPPING = (
 )
 MBPO = {
     SWING_UP_ALONE: "",
-    BALANCING: "--model-train-interval 250 --model-batch-size 256 --max-model-epochs 100",
+    BALANCING: "--learning-rate 3e-4 --target-entropy -0.05 --model-train-interval 250"
+    " --model-batch-size 256 --max-model-epochs 100",
     HOPPING: "--model-hidden-dim 200 --model-batch-size 256 --model-train-interval 250"
     " --max-model-epochs 10 --rollout-batch-size 50000",
 }
