@@ -840,7 +840,7 @@ def check_unchanged(args: Args, saved: dict, may_change: str, mode: str) -> None
 
 
 MODEL_PATIENCE = 5  # a fit ends after more epochs than this without a better member
-ROLLOUT_CHUNK = 10_000  # rows whose activations stay in the cache
+ROLLOUT_CHUNK = 10_000  # rows at once: activations of all would be large
 
 
 def rollout_length(
