@@ -175,13 +175,13 @@ TABLE += [
     for (task, task_flags, _), minutes in ((SWING_UP_ALONE, 1.2), (HOPPING, 14.0))
 ]
 TABLE += [
-    Row("mbpo", *task, variant, f"{task_flags} {flags}", minutes, "mbpo-ablation")
-    for task, task_flags, minutes in (SWING_UP_ALONE,)
-    for variant, flags in {
-        "no-model": "--real-ratio 1",
-        "raw-targets": "--no-normalize-targets",
-        "length-5": "--min-rollout-length 5 --max-rollout-length 5",
-    }.items()
+    Row("mbpo", *task[0], variant, f"{task[1]} {MBPO[task]} {flags}", minutes, "mbpo-ablation")
+    for task, variant, flags, minutes in (
+        (SWING_UP_ALONE, "no-model", "--real-ratio 1", 1.3),
+        (SWING_UP_ALONE, "raw-targets", "--no-normalize-targets", 1.9),
+        (SWING_UP_ALONE, "length-5", "--min-rollout-length 5 --max-rollout-length 5", 1.9),
+        (BALANCING, "no-model", "--real-ratio 1", 3.5),
+    )
 ]
 EVALUATION = "--eval-episodes 50"
 QUICK = "--eval-episodes 2 --hidden-dim 32"
