@@ -379,13 +379,19 @@ def returns_to_go(
 
 
 def evaluate(
-    policy: Policy, env_id: str, episodes: int, seed: int, rows: list[list] | None = None
+    policy: Policy,
+    env_id: str,
+    episodes: int,
+    seed: int,
+    rows: list[list] | None = None,
+    make_env: Callable[..., gym.Env] = make_env,
 ) -> np.ndarray:
     """Undiscounted returns [E] of `episodes` episodes, all stepped side by side.
 
     Episode i always starts from seed + i, in an environment of its own, so that evaluations compare
     like with like and leave training alone. An episode that is over is not stepped again: no
-    autoreset, no fake transition. Every step is appended to rows[i] if `rows` is given.
+    autoreset, no fake transition. Every step is appended to rows[i] if `rows` is given. A file that
+    wraps its environments gives its own make_env.
     """
     envs = [make_env(env_id) for _ in range(episodes)]
     obs = np.stack([env.reset(seed=seed + i)[0] for i, env in enumerate(envs)])  # [E, O]
@@ -405,10 +411,17 @@ def evaluate(
     return returns
 
 
-def record(policy: Policy, env_id: str, episodes: int, seed: int, path: str) -> np.ndarray:
+def record(
+    policy: Policy,
+    env_id: str,
+    episodes: int,
+    seed: int,
+    path: str,
+    make_env: Callable[..., gym.Env] = make_env,
+) -> np.ndarray:
     """evaluate(), with every step saved in our npz layout: a dataset for any offline algorithm."""
     rows = [[] for _ in range(episodes)]
-    returns = evaluate(policy, env_id, episodes, seed, rows)
+    returns = evaluate(policy, env_id, episodes, seed, rows, make_env)
     columns = zip(*[row for episode in rows for row in episode])
     arrays = {spellings[0]: np.stack(column) for spellings, column in zip(NAMES.values(), columns)}
     arrays["rewards"] = arrays["rewards"].astype(np.float32)
@@ -428,7 +441,13 @@ def save_npz(path: str, arrays: dict[str, np.ndarray]) -> None:
         Path(temporary).unlink(missing_ok=True)
 
 
-def capture_video(policy: Policy, env_id: str, seed: int, folder: str) -> str:
+def capture_video(
+    policy: Policy,
+    env_id: str,
+    seed: int,
+    folder: str,
+    make_env: Callable[..., gym.Env] = make_env,
+) -> str:
     """Film one episode; returns the path of the mp4."""
     try:
         env = make_env(env_id, render_mode="rgb_array")

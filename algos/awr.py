@@ -78,10 +78,10 @@ class Args:
     total_epochs: int | None = None  # budget in epochs of N / batch_size updates, instead
     batch_size: int = 256  # transitions per update
     gamma: float = 0.99  # discount
-    learning_rate: float = 3e-4  # of every optimiser (Adam)
+    learning_rate: float = 3e-4  # of every optimiser (Adam) that has no flag of its own
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # the last two fall to 0
     warmup_updates: int = 0  # the learning rate first climbs from 0 over this many updates
-    hidden_dim: int = 256  # width of both hidden layers, in every network
+    hidden_dim: int = 256  # width of the hidden layers, in every network
     eval_interval: int = 1_000  # updates (online: environment steps) between evaluations
     eval_episodes: int = 10  # episodes per evaluation
     eval_seed: int = 10_000  # evaluation episode i starts from eval_seed + i

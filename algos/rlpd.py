@@ -83,10 +83,10 @@ class Args:
     total_timesteps: int = 2_000  # budget in environment steps
     batch_size: int = 256  # transitions per update
     gamma: float = 0.99  # discount
-    learning_rate: float = 1e-3  # of every optimiser (Adam)
+    learning_rate: float = 1e-3  # of every optimiser (Adam) that has no flag of its own
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # the last two fall to 0
     warmup_updates: int = 0  # the learning rate first climbs from 0 over this many updates
-    hidden_dim: int = 128  # width of both hidden layers, in every network
+    hidden_dim: int = 128  # width of the hidden layers, in every network
     eval_interval: int = 200  # updates (online: environment steps) between evaluations
     eval_episodes: int = 10  # episodes per evaluation
     eval_seed: int = 10_000  # evaluation episode i starts from eval_seed + i

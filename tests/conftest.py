@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from algos import awr, crr, marwil, mbpo, rlpd
+from algos import awr, crr, fqf, marwil, mbpo, rlpd
 
-ALGOS = {"awr": awr, "marwil": marwil, "crr": crr, "rlpd": rlpd, "mbpo": mbpo}
+ALGOS = {"awr": awr, "marwil": marwil, "crr": crr, "rlpd": rlpd, "mbpo": mbpo, "fqf": fqf}
 OFFLINE = ("awr", "marwil", "crr")
 WITH_DATA = (*OFFLINE, "rlpd")  # those that read a dataset
 ROOT = Path(__file__).resolve().parents[1]
@@ -55,6 +55,13 @@ class BytesEnv(ProbeEnv):
         return obs, float(action[0]), False, False, {}
 
 
+class ByteChoiceEnv(BytesEnv):
+    action_space = gym.spaces.Discrete(2)
+
+    def step(self, action):
+        return super().step([action])
+
+
 class UnboundedEnv(ProbeEnv):
     action_space = gym.spaces.Box(-np.inf, np.inf, (1,), np.float32)
 
@@ -93,14 +100,28 @@ class WalkEnv(gym.Env):
         return obs, float(-(self.position**2)), end, False, {}
 
 
+class StepsEnv(WalkEnv):
+    """The same walk with the actions 5, 6 and 7: back, stay, forth."""
+
+    action_space = gym.spaces.Discrete(3, start=5)
+
+    def step(self, action):
+        assert self.action_space.contains(action)
+        self.position += 0.5 * (action - 6) + 0.3 * self.np_random.normal()
+        self.time += 1
+        obs, end = np.array([self.position, self.time]), bool(abs(self.position) > 2)
+        return obs, float(-(self.position**2)), end, False, {}
+
+
 ENVS = {
     "Walk": WalkEnv,
+    "Steps": StepsEnv,
     "Probe": ProbeEnv,
     "Image": ImageEnv,
     "Unbounded": UnboundedEnv,
     "Several": SeveralEnv,
 }
-ENVS |= {"Choice": ChoiceEnv, "Bytes": BytesEnv}
+ENVS |= {"Choice": ChoiceEnv, "Bytes": BytesEnv, "ByteChoice": ByteChoiceEnv}
 for name, entry_point in ENVS.items():
     gym.register(f"{name}-v0", entry_point, max_episode_steps=10)
 
@@ -145,7 +166,13 @@ TINY_FLAGS = {  # so that 20 updates see everything that happens now and then
     | {"num_members": 3, "num_elites": 2, "model_hidden_dim": 8, "model_batch_size": 8}
     | {"max_model_epochs": 3, "rollout_batch_size": 20, "retain_steps": 10}
     | {"max_rollout_length": 3, "rollout_grow_from": 5, "rollout_grow_until": 15},
+    "fqf": {"learning_starts": 3, "train_frequency": 1, "target_interval": 5, "num_fractions": 4}
+    | {"num_cosines": 8, "epsilon_steps": 15, "epsilon_final": 0.2, "learning_rate": 1e-2}
+    | {"priority_beta_steps": 30},
 }
+TINY_ENV = {"fqf": "Steps-v0"}  # else Probe-v0
+REAL_ENV = {"fqf": "CartPole-v1"}  # else Pendulum-v1
+ACTOR_LOSS = {"fqf": "losses/quantile"}  # of what acts; else losses/actor
 
 
 CLONING = {  # behaviour cloning, in the words of each
@@ -174,7 +201,7 @@ def data(algo, dataset):
 def tiny_args(algo, dataset, run_dir):
     """Arguments of a run that takes a fraction of a second."""
     return algo.Args(
-        env_id="Probe-v0",
+        env_id=TINY_ENV.get(algo.ALGO, "Probe-v0"),
         **data(algo, dataset),
         **budget(algo, 20),
         batch_size=32,
@@ -200,7 +227,8 @@ def load(run_dir, name="checkpoint.pt"):
     return torch.load(f"{run_dir}/{name}", weights_only=True)
 
 
-NETWORKS = ("actor", "value", "critic", "target_actor", "target_critic")
+NETWORKS = ("actor", "value", "critic", "target_actor", "target_critic", "network", "proposal")
+NETWORKS += ("target_network",)
 
 
 def flat(checkpoint, keys=NETWORKS):

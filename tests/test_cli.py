@@ -11,7 +11,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ALGOS, CLONING, OFFLINE, WITH_DATA, budget, data, flat, load, tiny_args
+from conftest import (
+    ACTOR_LOSS,
+    ALGOS,
+    CLONING,
+    OFFLINE,
+    REAL_ENV,
+    WITH_DATA,
+    budget,
+    data,
+    flat,
+    load,
+    tiny_args,
+)
 
 
 @pytest.fixture
@@ -127,6 +139,26 @@ OWN_FLAGS = {  # these change training, too
         "rollout_grow_until": 20,
         "retain_steps": 5,
     },
+    "fqf": {
+        "env_id": "CartPole-v1",
+        "total_timesteps": 21,
+        "num_fractions": 5,
+        "num_cosines": 9,
+        "kappa": 0.1,
+        "learn_fractions": False,
+        "fraction_learning_rate": 1e-2,
+        "entropy_coef": 0.5,
+        "weight_targets_by_fraction": True,
+        "double_q": True,
+        "n_steps": 3,
+        "target_interval": 2,
+        "buffer_capacity": 9,
+        "learning_starts": 6,
+        "train_frequency": 2,
+        "epsilon_final": 0.9,
+        "epsilon_steps": 3,
+        "prioritized": True,
+    },
 }
 LEAVES_TRAINING = {
     "eval_interval": 3,
@@ -145,9 +177,14 @@ OWN_FLAGS_THAT_LEAVE_TRAINING = {
         "beta": 0.1,  # of exp weights only
         "max_weight": 2.0,  # of exp weights only
     },
+    "fqf": {
+        "priority_alpha": 0.1,  # of prioritised replay only
+        "priority_beta": 0.1,  # of prioritised replay only
+        "priority_beta_steps": 7,  # of prioritised replay only
+    },
 }
 ELSEWHERE = {"run_dir", "resume", "evaluate", "record", "capture_video", "compile"}
-ELSEWHERE_OF = {"rlpd": {"record_replay"}}
+ELSEWHERE_OF = {"rlpd": {"record_replay"}, "fqf": {"plot"}}
 
 
 def flags_of(name):
@@ -197,11 +234,13 @@ def test_flag(algo, name, baseline, tmp_path, run):
         assert torch.get_num_threads() == 2
         torch.set_num_threads(1)
     if name in ("eval_interval", "log_interval"):
-        key = {"eval_interval": ",eval/return_mean,", "log_interval": ",losses/actor,"}[name]
+        loss = ACTOR_LOSS.get(algo.ALGO, "losses/actor")
+        key = {"eval_interval": ",eval/return_mean,", "log_interval": f",{loss},"}[name]
         logged = Path(args.run_dir, "metrics.csv").read_text().count(key)
         moved_at_3 = algo.ALGO in ("marwil", "crr")  # in the others, the actor still waits
         num_evals = 1 + 5 + moved_at_3 + 1
-        num_logs = 20 if algo.ALGO in OFFLINE else 16  # the others only act, for 4 steps
+        num_logs = 20 if algo.ALGO in OFFLINE else 16  # the others only act, for 4 steps (FQF: 3)
+        num_logs += algo.ALGO == "fqf"
         assert logged == {"eval_interval": num_evals, "log_interval": num_logs}[name]
 
 
@@ -209,7 +248,7 @@ def test_flag(algo, name, baseline, tmp_path, run):
 def test_flags_of_evaluation_reach_it(algo, name, value, tiny, monkeypatch):
     calls = []
     monkeypatch.setattr(
-        algo.common, "evaluate", lambda *arguments: calls.append(arguments) or np.zeros(2)
+        algo.common, "evaluate", lambda *arguments, **_: calls.append(arguments) or np.zeros(2)
     )
     algo.train(replace(tiny, **{name: value}))
     position = {"eval_episodes": 2, "eval_seed": 3}[name]
@@ -248,7 +287,8 @@ def test_divergence_of_a_clone_is_not_silent(algo, tiny):
 
 
 def test_vectors_of_bytes(algo, tiny):
-    algo.train(replace(tiny, env_id="Bytes-v0", **data(algo, "random:100")))
+    env_id = "ByteChoice-v0" if algo.ALGO == "fqf" else "Bytes-v0"
+    algo.train(replace(tiny, env_id=env_id, **data(algo, "random:100")))
 
 
 def test_batch_of_one_and_dataset_of_one(algo, tiny, tmp_path):
@@ -271,7 +311,7 @@ def test_default_run_dir(algo, tiny, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     algo.train(replace(tiny, run_dir=None))
     (folder,) = Path("runs").iterdir()
-    assert re.fullmatch(rf"{algo.ALGO}__Probe-v0__1__\d{{8}}-\d{{6}}", folder.name)
+    assert re.fullmatch(rf"{algo.ALGO}__{tiny.env_id}__1__\d{{8}}-\d{{6}}", folder.name)
     assert {"args.json", "metrics.csv", "checkpoint.pt", "best.pt"} <= set(os.listdir(folder))
 
 
@@ -289,16 +329,18 @@ def test_compile_gives_the_same_numbers(algo, tiny, monkeypatch, tmp_path):
     algo.train(compiled)
     names = {"crr": ["Actor", "Actor", "TwinCritic", "TwinCritic"]}
     names |= {name: ["EnsembleCritic", "GaussianActor"] for name in ("rlpd", "mbpo")}
+    names |= {"fqf": ["QuantileNetwork", "QuantileNetwork"]}
     assert sorted(compiled_networks) == names.get(algo.ALGO, ["Actor", "Value"])
     expected, actual = load(tiny.run_dir), load(compiled.run_dir)
-    assert actual["actor"].keys() == expected["actor"].keys()
+    acts = "network" if algo.ALGO == "fqf" else "actor"
+    assert actual[acts].keys() == expected[acts].keys()
     torch.testing.assert_close(flat(actual), flat(expected), rtol=1e-4, atol=1e-6)
 
 
 # ---- logs
 
 
-def test_logs(tiny, run):
+def test_logs(algo, tiny, run):
     code, out, _ = run(*as_flags(replace(tiny, quiet=False)))
     assert code == 0 and "\r" not in out  # not a terminal: plain lines
     assert out.count("eval return") == 3 and "the budget is spent" in out
@@ -314,8 +356,9 @@ def test_logs(tiny, run):
 
     events = EventAccumulator(tiny.run_dir).Reload()
     assert set(events.Tags()["scalars"]) == keys
-    logged = [float(line.split(",")[3]) for line in lines if ",losses/actor," in line]
-    shown = [event.value for event in events.Scalars("losses/actor")]
+    loss = ACTOR_LOSS.get(algo.ALGO, "losses/actor")
+    logged = [float(line.split(",")[3]) for line in lines if f",{loss}," in line]
+    shown = [event.value for event in events.Scalars(loss)]
     assert shown == pytest.approx(logged, rel=1e-5) and len(shown) == 4
 
 
@@ -330,7 +373,8 @@ def test_progress_bar_on_a_terminal(tiny, monkeypatch, run):
 
 
 def test_evaluate_record_and_film(algo, tiny, tmp_path, run):
-    args = replace(tiny, env_id="Pendulum-v1", **data(algo, "random:300"), eval_episodes=3)
+    env_id = REAL_ENV.get(algo.ALGO, "Pendulum-v1")
+    args = replace(tiny, env_id=env_id, **data(algo, "random:300"), eval_episodes=3)
     algo.train(args)
     path, file = f"{args.run_dir}/best.pt", tmp_path / "recorded.npz"
     flags = ["--evaluate", path, "--record", file, "--capture-video"]
@@ -339,7 +383,10 @@ def test_evaluate_record_and_film(algo, tiny, tmp_path, run):
     video = Path(args.run_dir, "videos", "seed-10000-episode-0.mp4")
     assert video.stat().st_size > 1000 and str(video) in out
 
-    returns = np.load(file)["rewards"].reshape(3, 200).sum(1)  # Pendulum's episodes last 200 steps
+    recorded = np.load(file)
+    last_row = np.flatnonzero(recorded["terminations"] | recorded["truncations"])
+    returns = np.diff(np.append(0, recorded["rewards"].cumsum(dtype=float)[last_row]))
+    assert len(returns) == 3
     for name in ("mean", "std", "min", "max"):
         assert f"{name} {getattr(returns, name)():.1f}" in out
     # and the record is a dataset: train on it
@@ -359,7 +406,15 @@ def test_evaluate_record_and_film(algo, tiny, tmp_path, run):
 
 
 def test_load_policy_acts_in_the_units_of_the_environment(algo, tiny):
-    """Pendulum's torque is in [-2, 2]: a policy that saturates must say 2, not 1."""
+    """Pendulum's torque is in [-2, 2]: a policy that saturates must say 2, not 1. The actions of
+    FQF's environment begin at 5."""
+    if algo.ALGO == "fqf":
+        algo.train(tiny)
+        checkpoint, path = load(tiny.run_dir), f"{tiny.run_dir}/checkpoint.pt"
+        checkpoint["network"]["output.bias"][2] = 100.0
+        torch.save(checkpoint, path)
+        assert algo.load_policy(path)(np.zeros((4, 2))).tolist() == [7] * 4
+        return
     args = replace(tiny, env_id="Pendulum-v1", **data(algo, "random:300"))
     algo.train(args)
     path = f"{args.run_dir}/checkpoint.pt"
@@ -415,8 +470,8 @@ WRONG_FLAGS = [
     (["--env-id", "Nowhere-v0"], "cannot make the environment Nowhere-v0:"),
     (["--env-id", "no_module:X-v0"], "cannot make the environment no_module:X-v0:"),
     (["--env-id", "Several-v0"], "Several-v0: actions must be "),
-    (["--env-id", "Image-v0"], "Image-v0: observations must be vectors, not"),
-    (["--env-id", "Unbounded-v0"], "Unbounded-v0: actions must have finite bounds, not"),
+    (["--env-id", "Image-v0"], "Image-v0: observations must be vectors"),
+    (["--env-id", "Unbounded-v0"], "Unbounded-v0: actions must "),
     (["--resume", "nowhere"], "there is no checkpoint nowhere/checkpoint.pt"),
     (["--evaluate", "nowhere.pt"], "there is no checkpoint nowhere.pt"),
 ]
@@ -527,6 +582,32 @@ OWN_WRONG_FLAGS = {
         (["--buffer-capacity", "9" * 15], "buffer_capacity 999999999999999 is too much memory"),
         (["--env-id", "Choice-v0"], "Choice-v0: actions must be continuous vectors, not Dis"),
     ],
+    "fqf": [
+        (["--total-timesteps", "0"], "total_timesteps must be > 0, got 0"),
+        (["--learning-starts", "-1"], "learning_starts must be >= 0, got -1"),
+        (["--learning-starts", "50000"], "total_timesteps 50000 is spent before the first update:"),
+        (["--train-frequency", "0"], "train_frequency must be > 0, got 0"),
+        (["--num-fractions", "0"], "num_fractions must be > 0, got 0"),
+        (["--num-cosines", "0"], "num_cosines must be > 0, got 0"),
+        (["--kappa", "0"], "kappa must be > 0, got 0.0"),
+        (["--kappa", "inf"], "kappa must be finite, got inf"),
+        (["--fraction-learning-rate", "0"], "fraction_learning_rate must be > 0, got 0.0"),
+        (["--fraction-learning-rate", "nan"], "fraction_learning_rate must be > 0, got nan"),
+        (["--entropy-coef", "-1"], "entropy_coef must be in [0, inf), got -1.0"),
+        (["--n-steps", "0"], "n_steps must be > 0, got 0"),
+        (["--target-interval", "0"], "target_interval must be > 0, got 0"),
+        (["--buffer-capacity", "5"], "buffer_capacity must be > 5, for one transition, got 5"),
+        (["--buffer-capacity", "9" * 15], "buffer_capacity 999999999999999 is too much memory"),
+        (["--buffer-capacity", "9" * 20], "buffer_capacity 99999999999999999999 is too much mem"),
+        (["--epsilon-final", "1.1"], "epsilon_final must be in [0, 1], got 1.1"),
+        (["--epsilon-steps", "0"], "epsilon_steps must be > 0, got 0"),
+        (["--priority-alpha", "-0.1"], "priority_alpha must be in [0, 1], got -0.1"),
+        (["--priority-beta", "1.1"], "priority_beta must be in [0, 1], got 1.1"),
+        (["--priority-beta-steps", "0"], "priority_beta_steps must be > 0, got 0"),
+        (["--plot"], "plot must be used with --evaluate, got True"),
+        (["--env-id", "Probe-v0"], "Probe-v0: actions must be discrete, not Box"),
+        (["--env-id", "ALE/Nothing-v5"], "cannot make the environment ALE/Nothing-v5:"),
+    ],
 }
 ALL_WRONG_FLAGS = [
     pytest.param(name, flags, line, id=f"{name} {' '.join(flags)}")
@@ -603,17 +684,17 @@ def test_pickle_in_place_of_a_checkpoint_is_not_run(algo, finished, run):
 
 def test_checkpoint_of_another_algorithm(algo, finished, run):
     args, path = finished
-    torch.save(load(args.run_dir) | {"algo": "fqf"}, path)
+    torch.save(load(args.run_dir) | {"algo": "sarsa"}, path)
     for err in both_ways(run, args, path):
-        assert err == f"{path} is a checkpoint of fqf, not of {algo.ALGO}\n"
+        assert err == f"{path} is a checkpoint of sarsa, not of {algo.ALGO}\n"
 
 
 def test_checkpoint_of_another_environment(algo, finished, run):
     args, path = finished
     before = path.read_bytes()
-    evaluated, resumed = both_ways(run, args, path, "--env-id", "Pendulum-v1")
-    assert evaluated == "--evaluate keeps env_id = Probe-v0 of the run, got Pendulum-v1\n"
-    assert resumed == "--resume keeps env_id = Probe-v0 of the run, got Pendulum-v1\n"
+    evaluated, resumed = both_ways(run, args, path, "--env-id", "Acrobot-v1")
+    assert evaluated == f"--evaluate keeps env_id = {args.env_id} of the run, got Acrobot-v1\n"
+    assert resumed == f"--resume keeps env_id = {args.env_id} of the run, got Acrobot-v1\n"
     assert path.read_bytes() == before
 
 
@@ -692,6 +773,7 @@ def test_full_disk(algo, tiny, tmp_path):
         own = {"awr": " --total-updates 20 --value-warmup 5"}
         online = " --total-timesteps 20 --learning-starts 5 --hidden-dim 256"
         own |= {"rlpd": online, "mbpo": f"{online} --max-model-epochs 1"}
+        own |= {"fqf": f"{online} --train-frequency 1"}
         flags += own.get(algo.ALGO, " --total-updates 20")
         code = f"import runpy, sys; {limit} sys.argv = {[algo.__file__, *flags.split()]!r}\n"
         code += f"runpy.run_path({algo.__file__!r}, run_name='__main__')"

@@ -12,7 +12,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ALGOS, OFFLINE, ROOT, WITH_DATA, budget, data, flat, load
+from conftest import (
+    ACTOR_LOSS,
+    ALGOS,
+    OFFLINE,
+    REAL_ENV,
+    ROOT,
+    WITH_DATA,
+    budget,
+    data,
+    flat,
+    load,
+)
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
 
@@ -78,6 +89,15 @@ OWN_FLAGS = {
         "raw-targets": {"normalize_targets": False, "alpha": 0.2},
         "learned-end": {"env_id": "Walk-v0"},
         "known-end": {"env_id": "Pendulum-v1"},
+    },
+    "fqf": {
+        "default": {},
+        "prioritized": {"prioritized": True},
+        "full-ring": {"buffer_capacity": 13, "prioritized": True},
+        "three-steps": {"n_steps": 3, "double_q": True, "weight_targets_by_fraction": True},
+        "qr-dqn": {"learn_fractions": False},
+        "now-and-then": {"train_frequency": 7, "log_interval": 5, "learning_starts": 0},
+        "cart-pole": {"env_id": "CartPole-v1"},
     },
 }
 CASES = [
@@ -155,7 +175,7 @@ def test_S17_interrupted_schedule_goes_on_where_it_was(algo, tiny, tmp_path, mon
 
     def interrupting(self, step, values):
         original(self, step, values)
-        if step == 10 and "losses/actor" in values:
+        if step == 10 and ACTOR_LOSS.get(algo.ALGO, "losses/actor") in values:
             os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(algo.Logger, "scalars", interrupting)
@@ -175,6 +195,8 @@ OWN_PARTS = {
     | {"buffer", "num_updates", "episode", "episode_actions", "current_obs"},
     "mbpo": {"critic", "target_critic", "actor_opt", "critic_opt", "alpha_opt", "log_alpha"}
     | {"real", "imagined", "model", "num_updates", "episode", "episode_actions", "current_obs"},
+    "fqf": {"network", "target_network", "proposal", "quantile_opt", "fraction_opt", "buffer"}
+    | {"num_updates", "episode", "episode_actions", "current_obs"},
 }
 NUM_UPDATES = {  # of an optimiser in 20 updates, or steps
     ("awr", "actor_opt"): 15,  # V warms up for 5
@@ -182,6 +204,7 @@ NUM_UPDATES = {  # of an optimiser in 20 updates, or steps
     ("rlpd", "actor_opt"): 16,
     ("rlpd", "alpha_opt"): 16,
     **{("mbpo", f"{name}_opt"): 32 for name in ("critic", "actor", "alpha")},
+    **{("fqf", f"{name}_opt"): 17 for name in ("quantile", "fraction")},
 }
 
 
@@ -193,7 +216,8 @@ def test_S17_checkpoint_holds_every_part(algo, tiny):
     normaliser |= {"fingerprint"} if algo.ALGO in WITH_DATA else set()
     assert checkpoint.keys() == OWN_PARTS[algo.ALGO] | normaliser | {
         *("algo", "args", "step", "log_position", "best_return", "evals_since_best"),
-        *("generator", "actor"),
+        "generator",
+        *(() if algo.ALGO == "fqf" else ("actor",)),
     }
     assert checkpoint["args"] == asdict(tiny)
     for name in (name for name in checkpoint if name.endswith("opt")):
@@ -240,8 +264,8 @@ def test_resume_refuses_other_flags_and_other_data(algo, tiny, probe_data, tmp_p
     more = replace(tiny, resume=tiny.run_dir, **budget(algo, 40))
     with pytest.raises(algo.InputError, match=r"--resume keeps gamma = 0\.99 of the run, got 0\.9"):
         algo.train(replace(more, gamma=0.9))
-    with pytest.raises(algo.InputError, match="--resume keeps env_id = Probe-v0"):
-        algo.train(replace(more, env_id="Pendulum-v1"))
+    with pytest.raises(algo.InputError, match=f"--resume keeps env_id = {tiny.env_id}"):
+        algo.train(replace(more, env_id=REAL_ENV.get(algo.ALGO, "Pendulum-v1")))
     with pytest.raises(algo.InputError, match=r"is at (update|step) 20 already"):
         algo.train(replace(more, **budget(algo, 20)))
     with pytest.raises(algo.InputError, match="holds a run already"):
@@ -269,15 +293,16 @@ def test_resume_drops_what_was_logged_after_the_checkpoint(algo, tiny, tmp_path)
     whole = replace(tiny, **budget(algo, 30), run_dir=str(tmp_path / "whole"))
     algo.train(whole)
     algo.train(tiny)
+    loss = ACTOR_LOSS.get(algo.ALGO, "losses/actor")
     with open(f"{tiny.run_dir}/metrics.csv", "a") as file:
-        file.write("25,1.0,losses/actor,5\n26,1.0,losses/act")
+        file.write(f"25,1.0,{loss},5\n26,1.0,losses/act")
     writer = SummaryWriter(tiny.run_dir)
-    writer.add_scalar("losses/actor", 123.0, 25)
+    writer.add_scalar(loss, 123.0, 25)
     writer.close()
     time.sleep(1.1)  # TensorBoard orders its files by the second
     algo.train(replace(tiny, **budget(algo, 30), resume=tiny.run_dir))
     assert metrics_of(whole.run_dir) == metrics_of(tiny.run_dir)
-    events = EventAccumulator(tiny.run_dir).Reload().Scalars("losses/actor")
+    events = EventAccumulator(tiny.run_dir).Reload().Scalars(loss)
     assert [event.step for event in events] == [5, 10, 15, 20, 25, 30]
     assert 123.0 not in [event.value for event in events]
 
@@ -301,7 +326,7 @@ def test_early_stops_and_best(algo, tiny, monkeypatch, capsys):
     """Evaluations are scripted: 1, 3, 2, 2, 2, ... so that every rule has one right answer."""
     script = iter([0.0, 1.0, 3.0, 2.0, 2.0, 2.0, 2.0, 2.0])
     monkeypatch.setattr(
-        algo.common, "evaluate", lambda *_: np.full(2, next(script), dtype=np.float64)
+        algo.common, "evaluate", lambda *_, **__: np.full(2, next(script), dtype=np.float64)
     )
     args = replace(tiny, **budget(algo, 100), patience=2, quiet=False)
     result = algo.train(args)
@@ -318,7 +343,7 @@ def test_early_stops_and_best(algo, tiny, monkeypatch, capsys):
 def test_best_and_patience_survive_a_resume(algo, tiny, monkeypatch):
     """5, 3, resumed, 4: the 5 is still the best, and the 4 the second in a row without a better."""
     script = iter([0.0, 5.0, 3.0, 4.0, 4.0])
-    monkeypatch.setattr(algo.common, "evaluate", lambda *_: np.full(2, next(script)))
+    monkeypatch.setattr(algo.common, "evaluate", lambda *_, **__: np.full(2, next(script)))
     algo.train(tiny)
     result = algo.train(replace(tiny, resume=tiny.run_dir, **budget(algo, 40), patience=2))
     assert (result["step"], result["eval/best_return"]) == (30, 5.0)
@@ -328,9 +353,11 @@ def test_best_and_patience_survive_a_resume(algo, tiny, monkeypatch):
 def test_a_rate_of_almost_zero_stops_every_optimiser(algo, tiny, tmp_path):
     """Warm-up over a billion updates: no network may move, so no optimiser was forgotten."""
     algo.train(replace(tiny, warmup_updates=10**9))
-    fresh = replace(tiny, learning_rate=1e-30, run_dir=str(tmp_path / "fresh"))
+    own = {"fraction_learning_rate": 1e-30} if algo.ALGO == "fqf" else {}
+    fresh = replace(tiny, learning_rate=1e-30, run_dir=str(tmp_path / "fresh"), **own)
     algo.train(fresh)
-    for key in ("actor", "value" if algo.ALGO in ("awr", "marwil") else "critic"):
+    keys = {"awr": ("actor", "value"), "marwil": ("actor", "value"), "fqf": ("network", "proposal")}
+    for key in keys.get(algo.ALGO, ("actor", "critic")):
         moved = flat(load(tiny.run_dir), [key]) - flat(load(fresh.run_dir), [key])
         assert moved.abs().max() < 1e-7
 
@@ -396,7 +423,11 @@ def test_ctrl_c_saves_and_resume_is_bit_exact(algo, tmp_path):
     """The script itself, stopped by a real Ctrl-C, then resumed with the line that it printed."""
     command = [sys.executable, algo.__file__]
     own = budget(algo, 500) | data(algo, "random:500")
-    own |= {"awr": {"value_warmup": 100}, "mbpo": {"max_model_epochs": 5}}.get(algo.ALGO, {})
+    own |= {
+        "awr": {"value_warmup": 100},
+        "mbpo": {"max_model_epochs": 5},
+        "fqf": {"learning_starts": 100, "train_frequency": 1},
+    }.get(algo.ALGO, {})
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in own.items()]
     flags += ["--hidden-dim", "16"]
     flags += ["--eval-episodes", "1", "--log-interval", "10", "--torch-threads", "1"]
@@ -404,7 +435,8 @@ def test_ctrl_c_saves_and_resume_is_bit_exact(algo, tmp_path):
         [*command, *flags, "--run-dir", "run"], cwd=tmp_path, stdout=subprocess.PIPE, text=True
     )
     metrics = tmp_path / "run" / "metrics.csv"
-    while not (metrics.exists() and "losses/actor" in metrics.read_text()):
+    loss = ACTOR_LOSS.get(algo.ALGO, "losses/actor")
+    while not (metrics.exists() and loss in metrics.read_text()):
         assert process.poll() is None
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
