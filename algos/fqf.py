@@ -106,7 +106,7 @@ class Args:
     learn_fractions: bool = True  # False: they stay 1/N apart, which is QR-DQN
     fraction_learning_rate: float = 1e-4  # of the proposed fractions (RMSProp)
     entropy_coef: float = 1e-3  # how much the fractions are pulled apart
-    weight_targets_by_fraction: bool = False  # weigh y_j by tau'_{j+1} - tau'_j, not by 1/N
+    weight_targets_by_fraction: bool = True  # weigh y_j by tau'_{j+1} - tau'_j; False: all the same
     double_q: bool = False  # the online network chooses a', the target network values it
     n_steps: int = 1  # rewards that a target adds up before it bootstraps
     target_interval: int = 250  # updates between target updates

@@ -38,8 +38,12 @@ IQM of behaviour cloning on the same data."""
 
 MAIN_VARIANT = {"crr": "mean-binary"}  # of each algorithm, beside the others; else "default"
 CLONES = ("marwil", "crr")  # whose behaviour cloning stands beside them all: the first there is
-ONLINE = ("rlpd", "mbpo")  # their budget is environment steps; they stand apart from the others
-ABLATIONS = {"rlpd-ablation": "rlpd", "mbpo-ablation": "mbpo"}  # whose default stands beside them
+ONLINE = (
+    "rlpd",
+    "mbpo",
+    "fqf",
+)  # their budget is environment steps; they stand apart from the others
+ABLATIONS = {f"{algo}-ablation": algo for algo in ONLINE}  # whose default stands beside them
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart, without yellow (too pale).
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")

@@ -187,8 +187,8 @@ EVALUATION = "--eval-episodes 50"
 QUICK = "--eval-episodes 2 --hidden-dim 32"
 QUICK_OFFLINE = f"{QUICK} --total-updates 1200 --eval-interval 600"
 QUICK_ONLINE = f"{QUICK} --total-timesteps 600 --eval-interval 600 --learning-starts 500"
-ONLINE = ("rlpd", "mbpo")  # counted in environment steps, not in updates
-WITHOUT_DATA = ("mbpo",)  # they have no such flag
+ONLINE = ("rlpd", "mbpo", "fqf")  # counted in environment steps, not in updates
+WITHOUT_DATA = ("mbpo", "fqf")  # they have no such flag
 RANDOM_EPISODES = 50  # of the uniform random policy, the zero of every table
 
 
@@ -248,6 +248,7 @@ class Run:
 
 
 PUBLISHED = ("eval/", "stats/behaviour", "stats/holdout_mse_", "stats/fresh_mse")
+PUBLISHED += ("stats/fraction_entropy",)
 
 
 def evaluations(path: Path) -> list[dict[str, str]]:

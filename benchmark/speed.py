@@ -40,6 +40,7 @@ PACKAGES = {
     "sbx": "sbx-rl==0.28.0 jax==0.10.2 jaxlib==0.10.2",
     "sb3": "stable-baselines3==2.9.2",
     "mbrl": "mbrl==0.2.0",
+    "tianshou": "tianshou==2.0.1",
 }
 NEWER = {"mbrl": "hydra-core==1.3.2 omegaconf==2.3.0"}  # it pins some that break on Python 3.11
 PEERS = {  # of each algorithm: scripts in benchmark/peers/, named after a package of above
@@ -51,20 +52,29 @@ PEERS = {  # of each algorithm: scripts in benchmark/peers/, named after a packa
     "mbpo-model": ("mbrl_mbpo", "axiomrl_mbpo"),  # the three pieces of mbpo.py
     "mbpo-rollout": ("mbrl_mbpo", "axiomrl_mbpo"),
     "mbpo-sac": ("mbrl_mbpo", "axiomrl_mbpo"),
+    "fqf": ("tianshou_fqf", "axiomrl_fqf"),  # vectors
+    "fqf-atari": ("tianshou_fqf", "axiomrl_fqf"),  # images
+    "fqf-loop": (),  # environment steps of a whole run
+    "fqf-tree": ("tianshou_fqf",),  # draws and new priorities of the sum tree
 }
 SCRIPT_KINDS = {"rlpd": "_sac", "sac": "_sac"}  # ours and limit; else those of the algorithm
-SCRIPT_KINDS |= {algo: "_mbpo" for algo in PEERS if algo.startswith("mbpo")}
+SCRIPT_KINDS |= {algo: f"_{kind}" for kind in ("mbpo", "fqf") for algo in PEERS if kind in algo}
+WITHOUT_LIMIT = ("fqf-loop", "fqf-tree")  # they hardly multiply matrices
 VARIANTS = {  # of ours
     algo: {"ours, --compile": "compile", "ours, a loop over the critics": "loop"}
     for algo in ("rlpd", "sac")
 }
-VARIANTS |= {"mbpo-sac": {"ours, --compile": "compile"}}
+VARIANTS |= {algo: {"ours, --compile": "compile"} for algo in ("mbpo-sac", "fqf", "fqf-atari")}
+VARIANTS |= {"fqf-tree": {"a plain Python tree": "python"}}
 # per window; AWR and MARWIL compute all returns once in 1,000, RLPD makes about 25 a second
 UPDATES = {"awr": 1_000, "marwil": 1_000, "crr": 1_000, "rlpd": 200, "sac": 500}
 UPDATES |= {"mbpo-model": 200, "mbpo-rollout": 200_000, "mbpo-sac": 300}
+UPDATES |= {"fqf": 300, "fqf-atari": 20, "fqf-loop": 2_000, "fqf-tree": 128_000}
 TITLES = {"rlpd": "RLPD critic update", "sac": "SAC critic update"}
 TITLES |= {"mbpo-model": "MBPO step of the ensemble", "mbpo-sac": "MBPO update of SAC"}
 TITLES |= {"mbpo-rollout": "MBPO transition of a rollout"}
+TITLES |= {"fqf": "FQF update, vectors", "fqf-atari": "FQF update, Atari images"}
+TITLES |= {"fqf-loop": "FQF step of CartPole", "fqf-tree": "FQF draw from a million priorities"}
 TORCH = "torch==2.13.0"
 
 
@@ -97,8 +107,10 @@ def contenders(algo: str, venvs: Path | None) -> dict[str, list[str]]:
     scripts, kind = ROOT / "benchmark" / "peers", SCRIPT_KINDS.get(algo, "")
     commands = {
         "ours": [sys.executable, str(scripts / f"ours{kind}.py"), algo],
-        "the limit (bare matmuls)": [sys.executable, str(scripts / f"limit{kind}.py"), algo],
     }
+    if algo not in WITHOUT_LIMIT:
+        limit = [sys.executable, str(scripts / f"limit{kind}.py"), algo]
+        commands["the limit (bare matmuls)"] = limit
     for name, variant in VARIANTS.get(algo, {}).items():
         commands[name] = [*commands["ours"], "--variant", variant]
     for script in PEERS[algo] if venvs else ():
@@ -127,9 +139,15 @@ def measure_updates(algo: str, commands: dict[str, list[str]], options: Options)
                     times = {"wall": f"{wall:.5g}", "cpu": f"{cpu:.5g}", "peak_mb": peak_mb}
                     who = {"algo": algo, "contender": name}
                     rows.append({**who, "threads": threads, "turn": turn, **times})
-                rate = f"{1 / wall:,.0f}/s"
-                print(f"{algo} round {turn + 1} threads {threads} {name}: {rate}", flush=True)
+                print(
+                    f"{algo} round {turn + 1} threads {threads} {name}: {rate(1 / wall)}/s",
+                    flush=True,
+                )
     return rows
+
+
+def rate(value: float) -> str:
+    return f"{value:,.0f}" if value >= 10 else f"{value:.1f}"
 
 
 def speed_table(algo: str, rows: list[dict]) -> str:
@@ -149,7 +167,7 @@ def speed_table(algo: str, rows: list[dict]) -> str:
         for threads in (1, 2):
             mine, ours = rates[name, threads], statistics.median(rates["ours", threads])
             median = statistics.median(mine)
-            cells.append(f"{median:,.0f} [{min(mine):,.0f}, {max(mine):,.0f}]")
+            cells.append(f"{rate(median)} [{rate(min(mine))}, {rate(max(mine))}]")
             cells.append(f"{median / ours:.2f}")
         peak = max(int(row["peak_mb"]) for row in rows if row["contender"] == name)
         lines.append(f"| {' | '.join([*cells, str(peak)])} |")

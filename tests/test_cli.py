@@ -148,7 +148,7 @@ OWN_FLAGS = {  # these change training, too
         "learn_fractions": False,
         "fraction_learning_rate": 1e-2,
         "entropy_coef": 0.5,
-        "weight_targets_by_fraction": True,
+        "weight_targets_by_fraction": False,
         "double_q": True,
         "n_steps": 3,
         "target_interval": 2,

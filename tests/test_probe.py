@@ -3,10 +3,11 @@ target that never moves, a flag that masks what it should not, the sign of an ad
 
 from dataclasses import replace
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import CLONING, OFFLINE, WITH_DATA, budget, load, save_rows
+from conftest import ALGOS, CLONING, OFFLINE, WITH_DATA, budget, load, save_rows
 
 
 def values(algo, args, obs, action):
@@ -48,6 +49,9 @@ def probe_args(algo, tiny):
         "mbpo": {"tau": 0.05, "alpha": 0.0, "learning_starts": 100, "real_ratio": 0.5}
         | {"model_train_interval": 100, "max_model_epochs": 20, "retain_steps": 100}
         | {"model_hidden_dim": 32, "rollout_batch_size": 2_000, "max_rollout_length": 1},
+        "fqf": {"learning_starts": 100, "target_interval": 20, "num_fractions": 8}
+        # a Huber loss of a large kappa rounds quantiles off
+        | {"fraction_learning_rate": 1e-3, "epsilon_final": 0.5, "kappa": 0.1},
     }
     scale = {"reward_scale": 1.0} if algo.ALGO in WITH_DATA else {}
     return replace(
@@ -217,3 +221,88 @@ def test_discrete_bandit_is_solved_and_cloning_is_not(algo, probe_args, tmp_path
     cloning = replace(args, **CLONING[algo.ALGO], run_dir=args.run_dir + "-bc")
     algo.train(cloning)
     assert (greedy_action(algo, args), greedy_action(algo, cloning)) == (6, 5)
+
+
+# ---- FQF: online, with discrete actions and a distribution to know
+
+
+def staircase(args, obs):
+    """tau [N + 1] and quantiles [N, A] of a finished run at one observation."""
+    algo = ALGOS["fqf"]
+    network, proposal, *_ = algo.load_networks(f"{args.run_dir}/checkpoint.pt")
+    with torch.no_grad():
+        tau, quantiles = algo.staircase(network, proposal, torch.tensor([obs]))
+    return tau[0].double(), quantiles[0].double()
+
+
+def expected_returns(args, obs):
+    """Q(s, .), as a plain sum over the steps of the staircase."""
+    tau, quantiles = staircase(args, obs)
+    return [sum((tau[i + 1] - tau[i]) * quantiles[i, a] for i in range(8)).item() for a in range(3)]
+
+
+@pytest.mark.parametrize("algo", ["fqf"], indirect=True)
+@pytest.mark.parametrize(
+    "flags",
+    [{}, {"n_steps": 3}, {"double_q": True, "prioritized": True}, {"learn_fractions": False}],
+)
+def test_S1_S2_discrete_online_truncation_bootstraps(algo, probe_args, flags):
+    """Action 6 pays 1 per step, truncated every tenth: Q(6) = 1 / (1 - 0.9) = 10, and one step of
+    anything else costs 1. A cut that counts as an end gives less than 7. With three steps to a
+    target and half of the actions random, Q is that of a worse policy: 6 is still the best."""
+    args = replace(probe_args, env_id="Choice-v0", gamma=0.9, total_timesteps=1500, **flags)
+    assert algo.train(args)["eval/return_mean"] == 10
+    q = expected_returns(args, [0.0])
+    if "n_steps" in flags:
+        assert 7.5 < q[1] < 10 and q[1] > max(q[0], q[2]) + 0.5
+    else:
+        assert q == pytest.approx([9, 10, 9], abs=1)
+        assert [q[1] - q[0], q[1] - q[2]] == pytest.approx([1, 1], abs=0.2)
+
+
+class TwoStepEnv(gym.Env):
+    """From s = 0 to s = 1 for nothing. There, action 2 pays 1, action 1 flips a coin for 0 or 2.5,
+    and action 0 pays nothing; then it ends, in s = 2."""
+
+    observation_space = gym.spaces.Box(0, 2, (1,), np.float32)
+    action_space = gym.spaces.Discrete(3)
+
+    def reset(self, seed=None, options=None):
+        super().reset(seed=seed)
+        self.state = 0
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        coin = 2.5 * self.np_random.integers(2)
+        reward = [0.0, coin, 1.0][action] if self.state == 1 else 0.0
+        self.state += 1
+        return np.full(1, self.state, np.float32), float(reward), self.state == 2, False, {}
+
+
+@pytest.mark.parametrize("algo", ["fqf"], indirect=True)
+@pytest.mark.parametrize("flags", [{}, {"prioritized": True}, {"n_steps": 2}])
+def test_two_step_mdp_with_known_distribution(algo, probe_args, flags):
+    """Q(1, .) = 0, 1.25, 1, and the coin's quantiles are 0 up to 1/2, 2.5 after it. Q(0, .) tends
+    to 0.8 * 1.25 = 1, with the same two halves, times 0.8."""
+    gym.register("TwoStep-v0", TwoStepEnv)
+    try:
+        args = replace(probe_args, env_id="TwoStep-v0", gamma=0.8, total_timesteps=4000, **flags)
+        algo.train(args)
+        q, (tau, quantiles) = expected_returns(args, [1.0]), staircase(args, [1.0])
+        first_q, first = expected_returns(args, [0.0]), staircase(args, [0.0])
+    finally:
+        del gym.envs.registry["TwoStep-v0"]
+    assert q == pytest.approx([0, 1.25, 1], abs=0.2)
+    low, high = halves(tau, quantiles[:, 1])
+    assert low == pytest.approx(0, abs=0.4) and high == pytest.approx(2.5, abs=0.4)
+    assert quantiles[:, 2].tolist() == pytest.approx([1] * 8, abs=0.3)
+    if "n_steps" not in flags:  # else its targets hold the random second action of the past
+        assert first_q == pytest.approx([1, 1, 1], abs=0.2)
+        low, high = halves(first[0], first[1].mean(dim=1))
+        assert low == pytest.approx(0, abs=0.4) and high == pytest.approx(2, abs=0.4)
+
+
+def halves(tau, quantiles):
+    """The heights of a staircase well below and well above tau = 1/2."""
+    middle = (tau[1:] + tau[:-1]) / 2
+    return quantiles[middle < 0.4].mean().item(), quantiles[middle > 0.6].mean().item()

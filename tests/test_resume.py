@@ -94,7 +94,7 @@ OWN_FLAGS = {
         "default": {},
         "prioritized": {"prioritized": True},
         "full-ring": {"buffer_capacity": 13, "prioritized": True},
-        "three-steps": {"n_steps": 3, "double_q": True, "weight_targets_by_fraction": True},
+        "three-steps": {"n_steps": 3, "double_q": True, "weight_targets_by_fraction": False},
         "qr-dqn": {"learn_fractions": False},
         "now-and-then": {"train_frequency": 7, "log_interval": 5, "learning_starts": 0},
         "cart-pole": {"env_id": "CartPole-v1"},

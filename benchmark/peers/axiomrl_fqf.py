@@ -4,17 +4,17 @@ without callbacks or evaluation. 32 fractions, 64 cosines, both optimisers Adam 
 "fqf": 4 observations, 2 actions, torso 4-128-128, batch 128, 50,000 rows. "fqf-atari": 4 x 84 x 84
 bytes, 4 actions, its Nature network, batch 32, 2,000 rows, which hold whole observations twice.
 
-Its head is one linear layer, and its Nature network ends in one. Neither can be configured, so two
-lines here give it our head (128-128-2, 3136-512-4) and take that layer away: the networks are the
-same as ours.
+Its head is one linear layer, and its Nature network ends in another. Neither can be configured, but
+two lines here put our head (128-128-2, 3136-512-4) in place of the first and nothing in place of
+the second, so that the networks are the same as ours.
 
 It does much more. Double Q cannot be switched off. Every pass of the network runs the torso three
-times and computes the quantiles at the mid-points and at the 31 inner fractions, and there are
-three such passes (one for each loss, the second after the step of the fractions, and one for the
-next state) and that of the target: together 221 fractions per transition, of which 95 are needed,
-and 10 passes of the torso instead of 2. Nothing is detached on the way to the fractions or back,
-so both losses also go through the proposal into the torso, and the quantile loss through the
-cosines.
+times and computes the quantiles at the mid-points and at the 31 inner fractions. There are three
+such passes (one for each loss, the second after the step of the fractions, and one for the next
+state) and one of the target network: together 221 fractions per transition, of which 95 are needed,
+and 10 passes of the torso instead of 2. Neither the features before the proposal nor the fractions
+after it are detached, so that both losses go back through the proposal into the torso: 3 backward
+passes of it instead of 1, and one through the cosines.
 """
 
 import itertools
