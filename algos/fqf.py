@@ -3,50 +3,50 @@
 Paper: "Fully Parameterized Quantile Function for Distributional Reinforcement Learning", D. Yang,
 L. Zhao, Z. Lin, T. Qin, J. Bian, T. Liu, 2019, arXiv:1911.02140.
 
-Idea: DQN that learns the distribution of returns, not only its mean, as a staircase of N steps.
-QR-DQN fixes where steps begin and end (the fractions, 1/N apart) and learns how high they are (the
-quantiles). FQF learns both: a small network proposes, for each state, the fractions at which N
-steps come closest to the distribution, in the 1-Wasserstein distance W1.
+Idea: DQN that learns the distribution of returns, not only its mean. F(tau) is the return that is
+not exceeded with probability tau; it is approximated by a staircase of N stairs. QR-DQN fixes where
+stairs begin and end (the fractions, 1/N apart) and learns how high they are (the quantiles). FQF
+learns both: a small network proposes, for each state, the fractions at which the area between F and
+the staircase, which is the 1-Wasserstein distance W1, is smallest.
 
-Equations (a prime marks the target network; F is the quantile function of the return of a in s):
+Equations (F, of an action in a state; a prime: of the next state, by the target network):
     fractions   0 = tau_0 < .. < tau_N = 1, the cumulative sums of softmax(linear(psi(s)))
-                tau_hat_i = (tau_i + tau_{i+1}) / 2, i = 0..N-1
-    quantiles   F(tau) = head(psi(s) * phi(tau))_a, phi(tau) = ReLU(linear(cos(pi k tau), k = 1..n))
+    mid-points  tau_hat_i = (tau_i + tau_{i+1}) / 2, i = 0..N-1
+    network     F(tau) = head(psi(s) * phi(tau))_a, phi(tau) = ReLU(linear(cos(pi k tau), k > 0))
     value       Q(s, a) = sum_i (tau_{i+1} - tau_i) F(tau_hat_i)
     targets     y_j = r + gamma (1 - terminated) F'(tau_hat'_j) of a' = argmax Q'(s', .)
-    quantiles   minimise sum_i mean_j |tau_hat_i - 1[delta_ij < 0]| Huber(delta_ij) / kappa,
-                delta_ij = y_j - F(tau_hat_i)
+    quantiles   minimise sum_i sum_j (tau'_{j+1} - tau'_j) |tau_hat_i - 1[delta_ij < 0]|
+                Huber_kappa(delta_ij) / kappa, delta_ij = y_j - F(tau_hat_i)
     fractions   descend dW1/dtau_i = |F(tau_i) - F(tau_hat_{i-1})| - |F(tau_i) - F(tau_hat_i)|,
                 and ascend the entropy of the widths tau_{i+1} - tau_i a little
 
 Differences from the paper:
     - dW1/dtau_i has absolute values. 2 F(tau_i) - F(tau_hat_i) - F(tau_hat_{i-1}), as in the paper,
-      is the same where F rises, and has the wrong sign where that of a network falls.
-    - Fractions depend on the state alone, as in the authors' code, not on the action.
-    - Targets lie at the fractions of the next state, not at those of the current one: the pass that
-      chooses a' has them already, which saves a quarter of the work.
-    - k counts from 1, as in the authors' code: cos(0) is a constant, which the bias provides.
-    - The fractions' learning rate: the paper's 2.5e-9 would not move them in a run of this size.
+      is the same where F rises, and has the wrong sign where a network's F falls.
+    - A target counts as much as its stair is wide. Counted alike, as in the paper, narrow stairs at
+      the tails count too much, and with every backup the distribution grows (benchmark/NOTES.md).
+    - Targets lie at the fractions of the next state: the pass that chooses a' has them already.
+    - Fractions depend on the state alone, as in the authors' code, and k counts from 1.
+    - Defaults fit CartPole: three steps to a target, a larger kappa, and fractions that move. At
+      the paper's rate of 2.5e-9 they would not, in a run of this size.
+    - Atari: rewards are clipped to their sign for training, as usual; FIRE serves the ball.
 
 Shapes: B batch, N fractions, A actions, D features psi(s), H hidden, O observation, K stacked
 frames, T steps of an episode, E evaluation episodes. A scalar per transition is [B], never [B, 1].
 
-Run it:
+Run it, and see what it learned (distributions.png, next to the checkpoint):
     python algos/fqf.py --env-id CartPole-v1
-
-See what it learned, in distributions.png next to the checkpoint:
     python algos/fqf.py --evaluate runs/<run>/best.pt --plot
 
-The paper's set, for a GPU and days (its buffer takes 7.1 GB, in memory and in a checkpoint):
+The paper's set, for a GPU and days; its buffer takes 7.1 GB, in memory and in a checkpoint:
     python algos/fqf.py --env-id ALE/Breakout-v5 --total-timesteps 50000000 --batch-size 32 \\
-        --hidden-dim 512 --learning-rate 5e-5 --fraction-learning-rate 2.5e-9 \\
-        --learning-starts 50000 --target-interval 2500 --buffer-capacity 1000000 \\
-        --epsilon-final 0.01 --epsilon-steps 250000 --eval-interval 250000
+        --hidden-dim 512 --learning-rate 5e-5 --fraction-learning-rate 2.5e-9 --num-fractions 32 \\
+        --kappa 1 --n-steps 1 --target-interval 2500 --learning-starts 50000 \\
+        --buffer-capacity 1000000 --epsilon-final 0.01 --epsilon-steps 250000 \\
+        --eval-interval 250000 --checkpoint-interval 1000000
 
-Resume it:
+Resume it (the episode that was cut is played again from its seed; 46 bytes a step in a checkpoint):
     python algos/fqf.py --resume runs/<run>
-
-The episode that was cut is started anew from its seed, and its actions are played again.
 """
 
 import csv
@@ -77,9 +77,9 @@ class Args:
     env_id: str = "CartPole-v1"  # Gymnasium environment
     seed: int = 1  # same seed, same machine: same numbers to the last bit
     total_timesteps: int = 50_000  # budget in environment steps
-    batch_size: int = 64  # transitions per update
+    batch_size: int = 128  # transitions per update
     gamma: float = 0.99  # discount
-    learning_rate: float = 1e-3  # of every optimiser (Adam) that has no flag of its own
+    learning_rate: float = 5e-4  # of every optimiser (Adam) that has no flag of its own
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # the last two fall to 0
     warmup_updates: int = 0  # the learning rate first climbs from 0 over this many updates
     hidden_dim: int = 128  # width of the hidden layers, in every network
@@ -100,26 +100,26 @@ class Args:
     torch_threads: int | None = None  # CPU threads [all cores]
     compile: bool = False  # torch.compile the networks: slow to start; for large ensembles only
     # FQF only
-    num_fractions: int = 32  # N, steps of the staircase
-    num_cosines: int = 64  # n, features of a fraction
-    kappa: float = 1.0  # errors below it count squared, above it as they are
-    learn_fractions: bool = True  # False: they stay 1/N apart, which is QR-DQN
+    num_fractions: int = 16  # N, stairs of a distribution
+    num_cosines: int = 64  # features of a fraction
+    kappa: float = 10.0  # of the Huber loss: smaller errors count squared, larger ones linearly
+    learn_fractions: bool = True  # False: they stay 1/N apart: QR-DQN, with a cosine network
     fraction_learning_rate: float = 1e-4  # of the proposed fractions (RMSProp)
-    entropy_coef: float = 1e-3  # how much the fractions are pulled apart
-    weight_targets_by_fraction: bool = True  # weigh y_j by tau'_{j+1} - tau'_j; False: all the same
+    entropy_coef: float = 1e-3  # how much the fractions are drawn towards 1/N apart
+    weight_targets_by_fraction: bool = True  # a target counts as its stair is wide; False: alike
     double_q: bool = False  # the online network chooses a', the target network values it
-    n_steps: int = 1  # rewards that a target adds up before it bootstraps
-    target_interval: int = 250  # updates between target updates
+    n_steps: int = 3  # rewards that a target adds up before it bootstraps
+    target_interval: int = 20  # updates between target updates
     buffer_capacity: int = 50_000  # steps that the replay buffer holds; then the oldest go
     learning_starts: int = 1_000  # first steps, with random actions and without updates
     train_frequency: int = 4  # steps between blocks of updates
     epsilon_final: float = 0.05  # share of random actions in the end
-    epsilon_steps: int = 10_000  # steps over which that share falls to it, from 1
-    prioritized: bool = False  # draw transitions with large errors more often
-    priority_alpha: float = 0.6  # with --prioritized: drawn in proportion to |error|^alpha
-    priority_beta: float = 0.4  # with --prioritized: how far weights make up for it, at first
-    priority_beta_steps: int = 50_000  # steps over which that comes to 1, which is all the way
-    plot: bool = False  # with --evaluate: draw the distributions along an episode, next to it
+    epsilon_steps: int = 10_000  # steps over which it falls from 1 to epsilon_final
+    prioritized: bool = False  # draw transitions with large errors more often [all alike]
+    priority_alpha: float = 0.6  # with --prioritized: they are drawn in proportion to error^alpha
+    priority_beta: float = 0.4  # with --prioritized: exponent of the importance weights, at first
+    priority_beta_steps: int = 50_000  # steps over which it rises from priority_beta to 1
+    plot: bool = False  # with --evaluate: draw an episode's distributions, next to the checkpoint
 
 
 if __name__ == "__main__":  # parsed here for --help and typos, which need not wait for torch
@@ -135,6 +135,7 @@ import common
 from common import InputError
 
 ALGO = "fqf"
+STACK_SIZE = 4  # frames in an observation of an Atari game
 
 
 def check_args(args: Args) -> None:
@@ -177,21 +178,25 @@ def check_args(args: Args) -> None:
             raise InputError(f"{name} must be {rule}, got {getattr(args, name)}")
 
 
-STACK_SIZE = 4  # frames in an observation of an Atari game
-
-
 class FirstFire(gym.Wrapper):
-    """The first action of every life is FIRE, whatever the agent says: games such as Breakout serve
-    no ball without it, and a greedy policy that never fires would play on for 27,000 steps."""
+    """A life begins with FIRE, whatever the agent says: games such as Breakout serve no ball
+    without it, and a greedy policy that never fires would play on for 27,000 steps."""
+
+    def __init__(self, env: gym.Env):
+        super().__init__(env)
+        self.fire = env.unwrapped.get_action_meanings().index("FIRE")
 
     def reset(self, **kwargs):
-        obs, info = self.env.reset(**kwargs)
-        self.lives = math.inf
-        return obs, info
+        self.lives, self.shots = math.inf, 0
+        return self.env.reset(**kwargs)
 
     def step(self, action):
-        if self.unwrapped.ale.lives() < self.lives:
-            self.lives, action = self.unwrapped.ale.lives(), 1
+        lives = self.unwrapped.ale.lives()
+        if lives < self.lives:
+            self.shots = 2  # one may be lost: a game repeats the action before it now and then
+        self.lives = lives
+        if self.shots > 0:
+            self.shots, action = self.shots - 1, self.fire
         return self.env.step(action)
 
 
@@ -208,7 +213,10 @@ def make_env(env_id: str, **kwargs) -> gym.Env:
         raise InputError(f"Atari games need two packages: {packages}") from None
     ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)
     env = common.make_env(env_id, frameskip=1, obs_type="grayscale", **kwargs)
-    env = gym.wrappers.AtariPreprocessing(env, noop_max=30, frame_skip=4, screen_size=84)
+    try:
+        env = gym.wrappers.AtariPreprocessing(env, noop_max=30, frame_skip=4, screen_size=84)
+    except ValueError as error:  # a game that cannot wait
+        raise InputError(f"cannot play {env_id}: {common.one_line(error)}") from None
     if "FIRE" in env.unwrapped.get_action_meanings():
         env = FirstFire(env)
     return gym.wrappers.FrameStackObservation(env, STACK_SIZE)
@@ -220,7 +228,7 @@ def check_spaces(env: gym.Env) -> tuple[tuple[int, ...], int]:
     is_stack = isinstance(env, gym.wrappers.FrameStackObservation)
     if not isinstance(obs_space, gym.spaces.Box) or not (len(obs_space.shape) == 1 or is_stack):
         raise InputError(
-            f"{env_id}: observations must be vectors, or those of an Atari game, not {obs_space}"
+            f"{env_id}: observations must be vectors, or of a game ALE/..., not {obs_space}"
         )
     if not isinstance(action_space, gym.spaces.Discrete):
         raise InputError(f"{env_id}: actions must be discrete, not {action_space}")
@@ -231,7 +239,8 @@ def check_spaces(env: gym.Env) -> tuple[tuple[int, ...], int]:
 
 
 class QuantileNetwork(nn.Module):
-    """F_a(tau) = head(psi(s) * phi(tau))_a: how high the return of action a is at fraction tau."""
+    """F(tau) = head(psi(s) * phi(tau))_a: the return of a in s that is not exceeded with
+    probability tau. psi is the torso, phi the embedding, the head the two layers after them."""
 
     def __init__(
         self, obs_shape: tuple[int, ...], num_actions: int, hidden_dim: int, num_cosines: int
@@ -271,11 +280,11 @@ class QuantileNetwork(nn.Module):
         self, features: torch.Tensor, tau: torch.Tensor, action: torch.Tensor | None = None
     ) -> torch.Tensor:
         """[B, D], [B, N] -> of all actions [B, N, A]; with [B], of those alone [B, N]"""
-        num_rows, num_fractions = tau.shape
-        cosines = torch.cos(tau[:, :, None] * self.frequencies).flatten(0, 1)  # [B N, n]
-        phi = self.embedding(cosines).relu_().view(num_rows, num_fractions, -1)  # [B, N, D]
+        # rows [B N] for the layers, since a ReLU in place is cheap there, and not in [B, N]
+        cosines = torch.cos(tau[:, :, None] * self.frequencies).flatten(0, 1)  # [B N, cosines]
+        phi = self.embedding(cosines).relu_().unflatten(0, tau.shape)  # [B, N, D]
         product = (features[:, None] * phi).flatten(0, 1)  # [B N, D]
-        hidden = self.hidden(product).relu_().view(num_rows, num_fractions, -1)  # [B, N, H]
+        hidden = self.hidden(product).relu_().unflatten(0, tau.shape)  # [B, N, H]
         if action is None:
             return self.output(hidden)  # [B, N, A]
         weight, bias = self.output.weight[action], self.output.bias[action]  # [B, H], [B]
@@ -283,10 +292,10 @@ class QuantileNetwork(nn.Module):
 
 
 class FractionProposal(nn.Module):
-    """tau_0..tau_N of a state, and the entropy of the steps between them. [B, D] -> [B, N + 1], [B]
+    """tau_0..tau_N of a state, and the entropy of the widths between. [B, D] -> [B, N + 1], [B]
 
-    It learns from the fraction loss alone, and that loss trains nothing else: features arrive here
-    without a way back, and fractions leave without one for everything but their own loss.
+    It learns from the fraction loss alone, and that loss trains nothing else: no gradient leaves
+    through the features, and none comes in through midpoints().
     """
 
     def __init__(self, feature_dim: int, num_fractions: int, learned: bool):
@@ -298,17 +307,18 @@ class FractionProposal(nn.Module):
             nn.init.zeros_(self.linear.weight)  # exactly 1/N apart, and nothing ever moves it
 
     def forward(self, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        log_step = torch.log_softmax(self.linear(features.detach()), dim=1)  # [B, N]
-        step = log_step.exp()
-        inner = step.cumsum(dim=1)[:, :-1]  # [B, N - 1]
-        ends = torch.zeros_like(step[:, :1]), torch.ones_like(step[:, :1])  # exact, sums are not
-        tau = torch.cat([ends[0], inner, ends[1]], dim=1)  # [B, N + 1]
-        return tau, -(step * log_step).sum(dim=1)
+        log_width = torch.log_softmax(self.linear(features.detach()), dim=1)  # [B, N]
+        width = log_width.exp()
+        inner = width.cumsum(dim=1)[:, :-1]  # [B, N - 1]; the whole sum would be 1 but for rounding
+        zero, one = torch.zeros_like(width[:, :1]), torch.ones_like(width[:, :1])
+        tau = torch.cat([zero, inner, one], dim=1)  # [B, N + 1]
+        return tau, -(width * log_width).sum(dim=1)
 
 
 def midpoints(tau: torch.Tensor) -> torch.Tensor:
-    """tau_hat_i = (tau_i + tau_{i+1}) / 2. [B, N + 1] -> [B, N]"""
-    return (tau[:, :-1] + tau[:, 1:]) / 2
+    """tau_hat_i = (tau_i + tau_{i+1}) / 2, without a gradient: the quantile loss must not move the
+    fractions, for it would shift them to where errors are small. [B, N + 1] -> [B, N]"""
+    return (tau[:, :-1] + tau[:, 1:]).detach() / 2
 
 
 def action_values(tau: torch.Tensor, quantiles: torch.Tensor) -> torch.Tensor:
@@ -319,7 +329,7 @@ def action_values(tau: torch.Tensor, quantiles: torch.Tensor) -> torch.Tensor:
 def staircase(
     network: QuantileNetwork, proposal: FractionProposal, obs: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The return distribution of every action: where its steps lie, and how high they are.
+    """The return distribution of every action: where its stairs lie, and how high they are.
     [B, O] -> tau [B, N + 1], F_a(tau_hat_i) [B, N, A]"""
     features = network.features(obs)
     tau, _ = proposal(features)
@@ -369,6 +379,8 @@ class Buffer:
 
     The tree knows which slots can be drawn, and how often: 0 for one that has no action, or whose
     older frames are gone; else the priority, which without --prioritized is 1 for all.
+
+    It lies in the memory of the CPU, as arrays: a million frames would not fit into most GPUs.
     """
 
     def __init__(self, capacity: int, obs_shape: tuple[int, ...]):
@@ -405,7 +417,7 @@ class Buffer:
         slot, columns = (self.position - 1) % self.capacity, self.columns
         columns["action"][slot], columns["reward"][slot] = action, reward
         columns["terminated"][slot], columns["done"][slot] = terminated, terminated or truncated
-        self.tree[np.array([slot])] = self.max_priority  # to be seen at least once, probably
+        self.tree[np.array([slot])] = self.max_priority  # nobody knows its error yet
         self.add_frame(next_obs, columns["age"][slot] + 1)
 
     def stack(self, index: np.ndarray) -> torch.Tensor:
@@ -426,15 +438,17 @@ class Buffer:
         uniform = torch.rand(batch_size, dtype=torch.float64, generator=generator).numpy()
         index = self.tree.sample((np.arange(batch_size) + uniform) / batch_size)  # one per stratum
         priority = self.tree[index]
-        weight = (priority / priority.min()) ** -beta  # (N P_i)^-beta / max_j (N P_j)^-beta
+        # P_i^-beta makes up for being drawn more often; over the largest, so that none is above 1
+        weight = (priority / priority.min()) ** -beta  # [B]
 
-        steps = (index[:, None] + np.arange(n_steps)) % self.capacity  # [B, n]
+        steps = (index[:, None] + np.arange(n_steps)) % self.capacity  # [B, n_steps]
         newest = (self.position - 1) % self.capacity
+        # the last step is one that ends the episode, or whose next frame is the newest
         is_last = self.columns["done"][steps] | ((steps + 1) % self.capacity == newest)
-        is_over = np.cumsum(is_last, axis=1) - is_last > 0  # [B, n], before this step
-        discounts = gamma ** np.arange(n_steps) * ~is_over  # [B, n]
+        is_after_last = np.cumsum(is_last, axis=1) - is_last > 0  # [B, n_steps]
+        discounts = gamma ** np.arange(n_steps) * ~is_after_last  # [B, n_steps]
         reward = (discounts * self.columns["reward"][steps]).sum(axis=1)
-        num_steps = n_steps - is_over.sum(axis=1)  # m
+        num_steps = n_steps - is_after_last.sum(axis=1)  # m
         terminated = self.columns["terminated"][(index + num_steps - 1) % self.capacity]
         next_obs = self.stack((index + num_steps) % self.capacity)
         scalars = (weight, reward, gamma**num_steps, terminated)
@@ -490,7 +504,7 @@ def quantile_huber_loss(
     """sum_i sum_j w_j |tau_hat_i - 1[delta_ij < 0]| Huber(delta_ij) / kappa, sum_j w_j = 1.
     Predictions i: [B, N], [B, N]; targets j: [B, N'], [B, N'] -> [B]"""
     assert quantiles.shape == tau_hat.shape and target.shape == target_weight.shape
-    assert quantiles.dim() == target.dim() == 2
+    assert quantiles.dim() == target.dim() == 2 and len(quantiles) == len(target)
     prediction, goal = torch.broadcast_tensors(quantiles[:, :, None], target[:, None, :])
     huber = nn.functional.huber_loss(prediction, goal, reduction="none", delta=kappa)  # [B, N, N']
     # too high a prediction (delta < 0) costs 1 - tau_hat, too low a one tau_hat: it settles where
@@ -505,10 +519,11 @@ def fraction_loss(
     """sum_i g_i tau_i, i = 1..N-1, whose gradient in tau_i is g_i = dW1/dtau_i. Its own value means
     nothing. tau_i [B, N + 1], F(tau_hat_i) [B, N], F(tau_i) of the inner tau_i [B, N - 1] -> [B]
 
-    A step that begins at tau_i and one that ends there compete for what lies at tau_i: the error
-    grows by what the one misses there, and shrinks by what the other does.
+    To raise tau_i is to hand over what lies there from the stair above to the stair below: the area
+    grows by how far the lower one is from F(tau_i), and shrinks by how far the upper one was.
     """
     assert tau.shape[1] == quantiles.shape[1] + 1 == edge_quantiles.shape[1] + 2
+    assert len(tau) == len(quantiles) == len(edge_quantiles)
     below, above = quantiles[:, :-1], quantiles[:, 1:]  # F(tau_hat_{i-1}), F(tau_hat_i)
     gradient = (edge_quantiles - below).abs() - (edge_quantiles - above).abs()  # [B, N - 1]
     return (gradient.detach() * tau[:, 1:-1]).sum(dim=1)
@@ -529,8 +544,7 @@ def fqf_loss(
     and L_fraction, which trains the proposal. No parameter has a gradient of both.
     [B, N + 1], [B], [B, N], [B, N - 1], [B, N'], [B, N'], [B] -> scalar, scalar"""
     assert tau.shape[:1] == entropy.shape == weight.shape == target.shape[:1]
-    tau_hat = midpoints(tau.detach())  # [B, N]
-    huber = quantile_huber_loss(quantiles, tau_hat, target, target_weight, kappa)  # [B]
+    huber = quantile_huber_loss(quantiles, midpoints(tau), target, target_weight, kappa)  # [B]
     fraction = fraction_loss(tau, quantiles, edge_quantiles)  # [B]
     return (weight * huber).mean(), (weight * fraction).mean() - entropy_coef * entropy.mean()
 
@@ -563,7 +577,7 @@ def load_checkpoint(path: str) -> dict:
     if not os.path.isfile(path):
         raise InputError(f"there is no checkpoint {path}")
     try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         algo = checkpoint["algo"]
     except Exception as error:  # torch raises many types for a file that it cannot read
         reason = common.one_line(error).split(".")[0]
@@ -737,8 +751,9 @@ RESUME_MAY_CHANGE = (
 EVALUATE_MAY_CHANGE = (
     "eval_episodes eval_seed record capture_video plot quiet device torch_threads evaluate"
 )
-ADAM_EPS, RMSPROP = 0.01, {"alpha": 0.95, "eps": 1e-5}  # as by the authors; the first over B
-PRIORITY_EPS = 1e-6  # so that no transition is never seen again
+ADAM_EPS = 0.01  # over the batch size; this and the next line as by the authors
+RMSPROP = {"alpha": 0.95, "eps": 1e-5}
+PRIORITY_EPS = 1e-6  # so that every transition can be drawn again
 
 
 def num_blocks(step: int, args: Args) -> int:
@@ -776,7 +791,7 @@ def train(args: Args) -> dict[str, float]:
     args = replace(args, device=device.type)  # a resumed run must not change it: bits would differ
     env = make_env(args.env_id)
     obs_shape, num_actions = check_spaces(env)
-    is_atari = len(obs_shape) > 1
+    is_image, first_action = len(obs_shape) > 1, int(env.action_space.start)
     total, total_updates = args.total_timesteps, num_blocks(args.total_timesteps, args)
     if total_updates == 0:
         raise InputError(
@@ -836,7 +851,7 @@ def train(args: Args) -> dict[str, float]:
         buffer.load_state(checkpoint["buffer"])
         step, log_position = checkpoint["step"], checkpoint["log_position"]
         num_updates, episode = checkpoint["num_updates"], checkpoint["episode"]
-        episode_actions = list(checkpoint["episode_actions"].numpy())
+        episode_actions = checkpoint["episode_actions"].tolist()
         best_return, evals_since_best = checkpoint["best_return"], checkpoint["evals_since_best"]
     current_obs, episode_return = start_episode(env, args.seed, episode, episode_actions)
     is_fresh, first_update = not args.resume, num_updates
@@ -872,19 +887,17 @@ def train(args: Args) -> dict[str, float]:
             step += 1
 
             # 1. act: at random with probability epsilon, else what is best on average
-            epsilon = max(
-                args.epsilon_final, 1 - (1 - args.epsilon_final) * step / args.epsilon_steps
-            )
-            if step <= args.learning_starts or torch.rand((), generator=generator) < epsilon:
-                action = torch.randint(num_actions, (), generator=generator).item()
-                action += int(env.action_space.start)
+            fall = (1 - args.epsilon_final) * min(1, step / args.epsilon_steps)
+            if step <= args.learning_starts or torch.rand((), generator=generator) < 1 - fall:
+                taken = torch.randint(num_actions, (), generator=generator).item() + first_action
             else:
-                action = policy(current_obs[None]).item()
-            new_obs, new_reward, terminated, truncated, _ = env.step(action)
-            episode_actions.append(action)
-            reward = np.sign(new_reward) if is_atari else new_reward  # as usual for Atari
-            index = action - int(env.action_space.start)
-            buffer.add_step(index, float(reward), terminated, truncated, new_obs)
+                taken = policy(current_obs[None]).item()
+            episode_actions.append(taken)
+            new_obs, new_reward, terminated, truncated, _ = env.step(taken)
+            # of an Atari reward only the sign is learned from: one kappa fits all games then
+            learned_reward = float(np.sign(new_reward) if is_image else new_reward)
+            taken -= first_action
+            buffer.add_step(taken, learned_reward, terminated, truncated, new_obs)
             current_obs, episode_return = np.array(new_obs), episode_return + float(new_reward)
             if terminated or truncated:
                 logger.scalars(step, {"charts/episodic_return": episode_return})
@@ -914,22 +927,26 @@ def train(args: Args) -> dict[str, float]:
 
                 # 3. targets: the staircase of the best action in the next state
                 with torch.no_grad():
+                    # [B, N + 1], [B, N, A]
                     next_tau, next_quantiles = staircase(target_network, proposal, next_obs)
-                    chooser = next_tau, next_quantiles  # [B, N + 1], [B, N, A]
                     if args.double_q:
-                        chooser = staircase(network, proposal, next_obs)
-                    next_action = action_values(*chooser).argmax(dim=1)  # [B]
+                        next_q = action_values(*staircase(network, proposal, next_obs))  # [B, A]
+                    else:
+                        next_q = action_values(next_tau, next_quantiles)
+                    next_action = next_q.argmax(dim=1)  # [B]
                     rows = torch.arange(args.batch_size, device=device)
                     next_quantiles = next_quantiles[rows, :, next_action]  # [B, N]
                     target = quantile_target(reward, discount, terminated, next_quantiles)  # [B, N]
-                    target_weight = torch.full_like(target, 1 / args.num_fractions)
                     if args.weight_targets_by_fraction:
-                        target_weight = next_tau.diff(dim=1)
+                        target_weight = next_tau.diff(dim=1)  # [B, N]
+                    else:
+                        target_weight = torch.full_like(target, 1 / args.num_fractions)
 
-                # 4. losses: quantiles at the mid-points, and, to move them, the fractions between
+                # 4. quantiles at the mid-points, which learn, and at the edges between the stairs,
+                # from which the fractions learn
                 features = network.features(obs)  # [B, D]
                 tau, entropy = proposal(features)  # [B, N + 1], [B]
-                quantiles = network(features, midpoints(tau.detach()), action)  # [B, N]
+                quantiles = network(features, midpoints(tau), action)  # [B, N]
                 with torch.no_grad():
                     edge_quantiles = network(features, tau[:, 1:-1], action)  # [B, N - 1]
                 quantile_loss, proposal_loss = fqf_loss(
@@ -964,8 +981,8 @@ def train(args: Args) -> dict[str, float]:
             last_block = step - args.train_frequency
             if has_update and step // args.log_interval > last_block // args.log_interval:
                 seconds = logger.seconds() - logger.first_second
-                gaps = tau.detach().diff(dim=1)  # [B, N]
-                rises = quantiles.detach().diff(dim=1)  # [B, N - 1]
+                quantiles, width = quantiles.detach(), tau.detach().diff(dim=1)  # [B, N], [B, N]
+                q = (width * quantiles).sum(dim=1)  # [B]
                 statistics = {
                     "charts/env_steps_per_second": (step - logger.first_step) / seconds,
                     "charts/updates_per_second": (num_updates - first_update) / seconds,
@@ -973,16 +990,17 @@ def train(args: Args) -> dict[str, float]:
                     "losses/quantile": quantile_loss.item(),
                     "losses/fraction": proposal_loss.item(),
                     "stats/fraction_entropy": entropy.mean().item(),
-                    "stats/fraction_min_gap": gaps.min().item(),
-                    "stats/fraction_max_gap": gaps.max().item(),
-                    "stats/q_mean": (gaps * quantiles.detach()).sum(dim=1).mean().item(),
-                    "stats/q_max": quantiles.max().item(),
-                    "stats/target_mean": target.mean().item(),
+                    "stats/fraction_min_width": width.min().item(),
+                    "stats/fraction_max_width": width.max().item(),
+                    "stats/q_mean": q.mean().item(),
+                    "stats/q_max": q.max().item(),
+                    "stats/target_mean": (target_weight * target).sum(dim=1).mean().item(),
                     "stats/quantile_spread": (quantiles[:, -1] - quantiles[:, 0]).mean().item(),
-                    "stats/epsilon": epsilon,
+                    "stats/epsilon": 1 - fall,
                 }
                 if args.num_fractions > 1:
-                    statistics["stats/quantile_crossing"] = (rises < 0).float().mean().item()
+                    falls = quantiles.diff(dim=1) < 0  # [B, N - 1]
+                    statistics["stats/quantile_crossing"] = falls.float().mean().item()
                 if args.prioritized:
                     statistics["stats/priority_max"] = buffer.max_priority
                     statistics["stats/priority_beta"] = beta
@@ -992,7 +1010,8 @@ def train(args: Args) -> dict[str, float]:
                 for name in ("losses/quantile", "losses/fraction"):
                     if not math.isfinite(statistics[name]):
                         message = f"{name} is {statistics[name]} at step {step}: it diverged"
-                        raise InputError(f"{message}; lower --learning-rate")
+                        rates = "--learning-rate or --fraction-learning-rate"
+                        raise InputError(f"{message}; lower {rates}")
             is_best = False
             if step == total:
                 stop_reason = "the budget is spent"
@@ -1047,30 +1066,31 @@ def train(args: Args) -> dict[str, float]:
 def plot_episode(checkpoint: str, path: str, eval_seed: int, **overrides) -> None:
     """One greedy episode: how the fractions move with the state, how Q and the spread of returns go
     along, and, at four of its moments, the staircase of every action."""
-    from matplotlib.figure import Figure  # slow to import; without pyplot it needs no screen
-
+    try:
+        from matplotlib.figure import Figure  # slow to import; without pyplot it needs no screen
+    except ImportError:
+        raise InputError("--plot needs a package: pip install matplotlib") from None
     network, proposal, env, device = load_networks(checkpoint, **overrides)
-    tau, quantiles, done = [], [], False
     obs, _ = env.reset(seed=eval_seed)
+    distributions, done = [], False
     while not done:
         with torch.no_grad():
-            edges, heights = staircase(network, proposal, as_tensor(obs[None], device))
-        tau.append(edges[0].cpu().numpy())  # [N + 1]
-        quantiles.append(heights[0].cpu().numpy())  # [N, A]
-        action = action_values(edges, heights).argmax().item() + env.action_space.start
+            tau, quantiles = staircase(network, proposal, as_tensor(obs[None], device))
+        distributions.append((tau[0].cpu().numpy(), quantiles[0].cpu().numpy()))
+        action = action_values(tau, quantiles).argmax().item() + env.action_space.start
         obs, _, terminated, truncated, _ = env.step(action)
         done = terminated or truncated
-    tau, quantiles = np.stack(tau), np.stack(quantiles)  # [T, N + 1], [T, N, A]
-    gaps = np.diff(tau, axis=1)  # [T, N]
-    entropy = -(gaps * np.log(gaps.clip(1e-12))).sum(axis=1).mean()
-    value = (gaps[:, :, None] * quantiles).sum(axis=1)  # [T, A]
+    tau, quantiles = (np.stack(column) for column in zip(*distributions))  # [T, N + 1], [T, N, A]
+    width = np.diff(tau, axis=1)  # [T, N]
+    entropy = -(width * np.log(width.clip(1e-12))).sum(axis=1).mean()
+    value = (width[:, :, None] * quantiles).sum(axis=1)  # [T, A]
     num_steps, num_fractions, num_actions = quantiles.shape
 
     figure = Figure(figsize=(12, 9), dpi=100, layout="constrained")
     panels = figure.subplot_mosaic([["fractions"] * 4, ["values"] * 4, [0, 1, 2, 3]])
     panels["fractions"].plot(tau[:, 1:-1], color="0.3", linewidth=0.7)
     panels["fractions"].set_title(
-        f"the {num_fractions - 1} learned fractions of each state: entropy {entropy:.3f},"
+        f"the {num_fractions - 1} fractions of each state: entropy {entropy:.3f},"
         f" at most log {num_fractions} = {math.log(num_fractions):.3f}",
         loc="left",
     )
@@ -1080,9 +1100,11 @@ def plot_episode(checkpoint: str, path: str, eval_seed: int, **overrides) -> Non
         low, high = (quantile_at(tau, quantiles[:, :, action], share) for share in (0.1, 0.9))
         panels["values"].fill_between(range(num_steps), low, high, color=color, alpha=0.15, lw=0)
         panels["values"].plot(value[:, action], color=color, label=f"action {action}")
-    panels["values"].set_title("Q, and the middle 80 % of returns, of each action", loc="left")
+    panels["values"].set_title(
+        "Q, and the middle 80 % of the discounted returns, of each action", loc="left"
+    )
     panels["values"].set_xlabel("step of the episode")
-    panels["values"].set_ylabel("return")
+    panels["values"].set_ylabel("discounted return")
     panels["values"].legend(frameon=False)
     moments = np.linspace(0, num_steps - 1, 4).round().astype(int)
     for panel, moment in enumerate(moments):
@@ -1102,7 +1124,7 @@ def plot_episode(checkpoint: str, path: str, eval_seed: int, **overrides) -> Non
         panels[panel].set_xlabel("tau")
         for name in ("fractions", "values"):
             panels[name].axvline(moment, color="0.8", zorder=0)
-    panels[0].set_ylabel("F(tau), the return")
+    panels[0].set_ylabel("F(tau), the discounted return")
     for panel in panels.values():
         panel.spines[["top", "right"]].set_visible(False)
         panel.margins(x=0.01)
@@ -1110,11 +1132,11 @@ def plot_episode(checkpoint: str, path: str, eval_seed: int, **overrides) -> Non
 
 
 def quantile_at(tau: np.ndarray, quantiles: np.ndarray, share: float) -> np.ndarray:
-    """How high each staircase is at a fraction, its steps sorted. [T, N + 1], [T, N] -> [T]"""
-    order = np.argsort(quantiles, axis=1)  # a network's steps may fall here and there
-    mass = np.take_along_axis(np.diff(tau, axis=1), order, axis=1).cumsum(axis=1)
-    step = np.minimum((mass < share).sum(axis=1), quantiles.shape[1] - 1)
-    return np.take_along_axis(quantiles, order, axis=1)[np.arange(len(step)), step]
+    """How high each staircase is at a fraction, its stairs sorted. [T, N + 1], [T, N] -> [T]"""
+    order = np.argsort(quantiles, axis=1)  # a network's stairs may fall here and there
+    ends = np.take_along_axis(np.diff(tau, axis=1), order, axis=1).cumsum(axis=1)  # [T, N]
+    stair = np.minimum((ends < share).sum(axis=1), quantiles.shape[1] - 1)  # [T]
+    return np.take_along_axis(quantiles, order, axis=1)[np.arange(len(stair)), stair]
 
 
 def evaluate_checkpoint(args: Args) -> dict[str, float]:
@@ -1125,6 +1147,10 @@ def evaluate_checkpoint(args: Args) -> dict[str, float]:
     if args.torch_threads is not None:
         torch.set_num_threads(args.torch_threads)
     overrides = {name: getattr(args, name) for name in EVALUATE_MAY_CHANGE.split()}
+    folder = os.path.dirname(args.evaluate)
+    figure_path = os.path.join(folder, "distributions.png")
+    if args.plot:
+        plot_episode(args.evaluate, figure_path, **overrides)
     policy = load_policy(args.evaluate, **overrides)
     episodes = (policy, args.env_id, args.eval_episodes, args.eval_seed)
     if args.record:
@@ -1137,15 +1163,12 @@ def evaluate_checkpoint(args: Args) -> dict[str, float]:
     )
     if args.record:
         report += f"\nrecorded in {args.record}"
-    folder = os.path.dirname(args.evaluate)
     if args.capture_video:
         videos = os.path.join(folder, "videos")
         film = common.capture_video(*episodes[:2], args.eval_seed, videos, make_env=make_env)
         report += f"\nfilmed in {film}"
     if args.plot:
-        path = os.path.join(folder, "distributions.png")
-        plot_episode(args.evaluate, path, **overrides)
-        report += f"\ndrawn in {path}"
+        report += f"\ndrawn in {figure_path}"
     if not args.quiet:
         print(report)
     return {"eval/return_mean": returns.mean().item(), "signal": 0}

@@ -400,7 +400,7 @@ def load_checkpoint(path: str) -> dict:
     if not os.path.isfile(path):
         raise InputError(f"there is no checkpoint {path}")
     try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         algo = checkpoint["algo"]
     except Exception as error:  # torch raises many types for a file that it cannot read
         reason = common.one_line(error).split(".")[0]

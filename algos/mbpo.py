@@ -654,7 +654,7 @@ def load_checkpoint(path: str) -> dict:
     if not os.path.isfile(path):
         raise InputError(f"there is no checkpoint {path}")
     try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         algo = checkpoint["algo"]
     except Exception as error:  # torch raises many types for a file that it cannot read
         reason = common.one_line(error).split(".")[0]
@@ -1048,7 +1048,7 @@ def train(args: Args) -> dict[str, float]:
         imagined.load_state(checkpoint["imagined"])
         step, log_position = checkpoint["step"], checkpoint["log_position"]
         num_updates, episode = checkpoint["num_updates"], checkpoint["episode"]
-        episode_actions = list(checkpoint["episode_actions"].numpy())
+        episode_actions = list(checkpoint["episode_actions"].clone().numpy())
         best_return, evals_since_best = checkpoint["best_return"], checkpoint["evals_since_best"]
     current_obs, episode_return = start_episode(env, args.seed, episode, episode_actions)
     is_new, first_update = not args.resume, num_updates

@@ -183,6 +183,20 @@ TABLE += [
         (BALANCING, "no-model", "--real-ratio 1", 3.5),
     )
 ]
+# FQF, the same with prioritised replay, and with fractions that stay 1/N apart, which is QR-DQN
+POLE = ("CartPole-v1", "none")
+FQF_VARIANTS = {"default": "", "prioritized": "--prioritized", "qr-dqn": "--no-learn-fractions"}
+TABLE += [Row("fqf", *POLE, variant, flags, 2.5) for variant, flags in FQF_VARIANTS.items()]
+FQF_ABLATIONS = {
+    "paper-rate": "--fraction-learning-rate 2.5e-9",
+    "equal-targets": "--no-weight-targets-by-fraction",
+    "kappa-1": "--kappa 1",
+    "1-step": "--n-steps 1",
+}
+TABLE += [
+    Row("fqf", *POLE, variant, flags, 2.5, "fqf-ablation")
+    for variant, flags in FQF_ABLATIONS.items()
+]
 EVALUATION = "--eval-episodes 50"
 QUICK = "--eval-episodes 2 --hidden-dim 32"
 QUICK_OFFLINE = f"{QUICK} --total-updates 1200 --eval-interval 600"

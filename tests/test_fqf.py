@@ -3,6 +3,7 @@
 import io
 import itertools
 import math
+import shlex
 import signal
 import struct
 import sys
@@ -14,6 +15,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+import tyro
 from conftest import load
 
 import common
@@ -51,6 +53,7 @@ def walk(tmp_path):
         total_timesteps=60,
         batch_size=6,
         gamma=0.9,
+        learning_rate=1e-3,
         hidden_dim=8,
         eval_interval=1000,
         eval_episodes=2,
@@ -62,7 +65,12 @@ def walk(tmp_path):
         torch_threads=1,
         num_fractions=4,
         num_cosines=5,
+        kappa=1.0,
+        fraction_learning_rate=1e-4,
+        entropy_coef=1e-3,
         weight_targets_by_fraction=False,
+        double_q=False,
+        n_steps=1,
         target_interval=4,
         buffer_capacity=1000,
         learning_starts=6,
@@ -492,8 +500,9 @@ def test_F10_importance_weights_are_on_both_losses_but_not_on_the_entropy():
 
 @pytest.mark.parametrize("name", [name for name, x in loss_inputs().items() if np.ndim(x)])
 def test_S8_no_broadcast(name):
-    """Neither one row for all, nor a column, nor one dimension too many."""
-    x = loss_inputs()
+    """Neither one row for all, nor a column, nor one dimension too many. With as many rows as edges
+    all of them would fit each other."""
+    x = loss_inputs(num_rows=2, num_fractions=3)
     for wrong in (x[name][:1], x[name][..., None]):
         with pytest.raises(AssertionError):
             fqf.fqf_loss(*(x | {name: wrong}).values())
@@ -643,10 +652,17 @@ def test_S15_bytes_are_scaled_once_for_acting_and_for_learning():
     proposal = fqf.FractionProposal(network.feature_dim, 5, True)
     brightness = torch.linspace(10, 255, 24)[:, None, None, None]
     images = (torch.rand(24, 4, 84, 84) * brightness).to(torch.uint8)
+    shapes = [tuple(x.shape) for x in network.torso.parameters()]
+    assert shapes == [(32, 4, 8, 8), (32,), (64, 32, 4, 4), (64,), (64, 64, 3, 3), (64,)]
     with torch.no_grad():
-        scaled = network.features(images.float() / 255)
+        hidden = images.float() / 255
+        for layer, stride in ((0, 4), (2, 2), (4, 1)):  # the convolutions of DQN
+            weight, bias = network.torso[layer].weight, network.torso[layer].bias
+            hidden = torch.relu(torch.nn.functional.conv2d(hidden, weight, bias, stride))
+        scaled = hidden.flatten(1)
         assert scaled.shape == (24, 64 * 7 * 7)
         torch.testing.assert_close(network.features(images), scaled)
+        torch.testing.assert_close(network.features(images.float() / 255), scaled)
         tau, _ = proposal(scaled)
         q = fqf.action_values(tau, network(scaled, fqf.midpoints(tau)))
         network.output.bias -= q.mean(dim=0)  # else one action is the best of all images
@@ -911,6 +927,9 @@ def test_state_of_a_ring_is_no_larger_than_what_it_holds():
     file = io.BytesIO()
     torch.save(state, file)
     assert len(file.getvalue()) < 10_000
+    # what the docstring says of a step of CartPole, which has four numbers, not three
+    per_step = sum(x.nbytes for x in tensors.values()) // num_frames + 4
+    assert f"{per_step} bytes a step in a checkpoint" in fqf.__doc__
 
 
 def filled_buffer(num_steps=80, obs_shape=(3,)):
@@ -1272,9 +1291,9 @@ def test_qr_dqn_fractions_never_move(walk):
     checkpoint = load(args.run_dir)
     assert all((x == 0).all() for x in checkpoint["proposal"].values())
     assert not checkpoint["fraction_opt"]["state"]
-    for key in ("stats/fraction_min_gap", "stats/fraction_max_gap"):
-        gaps = metrics(args, key)
-        assert len(gaps) == 18 and list(gaps.values()) == pytest.approx([0.25] * 18, abs=2e-7)
+    for key in ("stats/fraction_min_width", "stats/fraction_max_width"):
+        width = metrics(args, key)
+        assert len(width) == 18 and list(width.values()) == pytest.approx([0.25] * 18, abs=2e-7)
 
 
 def test_F1_the_learning_rate_of_the_fractions(walk, tmp_path):
@@ -1403,22 +1422,24 @@ def test_schedules_span_exactly_the_updates_of_the_run(walk, spy, flags):
 
 def test_logged_statistics_are_what_they_say(walk, spy):
     losses = spy("fqf_loss")
-    args = replace(walk, log_interval=1, **LOUD)
+    args = replace(walk, log_interval=1, weight_targets_by_fraction=True, **LOUD)
     fqf.train(args)
-    tau, entropy, quantiles, _, target, *_, result = losses[-1]
-    tau, quantiles, target = (x.detach().double().numpy() for x in (tau, quantiles, target))
-    gaps, num_falls = tau[:, 1:] - tau[:, :-1], 0
+    tau, entropy, quantiles, _, target, target_weight, *_, result = losses[-1]
+    tensors = (tau, quantiles, target, target_weight)
+    tau, quantiles, target, target_weight = (x.detach().double().numpy() for x in tensors)
+    width, num_falls = tau[:, 1:] - tau[:, :-1], 0
     for row in quantiles:
         num_falls += sum(row[i + 1] < row[i] for i in range(3))
+    q = [width[b] @ quantiles[b] for b in range(6)]
     expected = {
         "losses/quantile": result[0].item(),
         "losses/fraction": result[1].item(),
         "stats/fraction_entropy": entropy.mean().item(),
-        "stats/fraction_min_gap": gaps.min(),
-        "stats/fraction_max_gap": gaps.max(),
-        "stats/q_mean": np.mean([gap @ row for gap, row in zip(gaps, quantiles)]),
-        "stats/q_max": quantiles.max(),
-        "stats/target_mean": target.mean(),
+        "stats/fraction_min_width": width.min(),
+        "stats/fraction_max_width": width.max(),
+        "stats/q_mean": np.mean(q),
+        "stats/q_max": np.max(q),
+        "stats/target_mean": np.mean([target_weight[b] @ target[b] for b in range(6)]),
         "stats/quantile_spread": np.mean([row[3] - row[0] for row in quantiles]),
         "stats/quantile_crossing": num_falls / (6 * 3),
     }
@@ -1641,6 +1662,9 @@ class LivesEnv(gym.Env):
     def __init__(self, lives):
         self.script, self.ale, self.actions = lives, self, []
 
+    def get_action_meanings(self):
+        return ["NOOP", "UP", "FIRE", "DOWN"]
+
     def lives(self):
         return self.script[len(self.actions)]
 
@@ -1656,12 +1680,12 @@ class LivesEnv(gym.Env):
 @pytest.mark.parametrize(
     ("lives", "expected"),
     [
-        ([3, 3, 3, 2, 2, 1], [1, 0, 0, 1, 0, 1]),
-        ([0, 0, 0, 0], [1, 0, 0, 0]),  # a game without lives
-        ([3, 3, 4, 4, 3, 3, 2], [1, 0, 0, 0, 1, 0, 1]),  # one that was won, and lost
+        ([3, 3, 3, 2, 2, 2, 1], [2, 2, 0, 2, 2, 0, 2]),
+        ([0, 0, 0, 0], [2, 2, 0, 0]),  # a game without lives
+        ([3, 3, 4, 4, 3, 3, 3, 2], [2, 2, 0, 0, 2, 2, 0, 2]),  # one that was won, and lost
     ],
 )
-def test_first_action_of_every_life_is_fire(lives, expected):
+def test_first_actions_of_every_life_are_fire(lives, expected):
     inner = LivesEnv(lives)
     env = fqf.FirstFire(inner)
     for _ in range(2):  # after a reset it begins again
@@ -1699,6 +1723,14 @@ def test_atari_observations(breakout):
     assert breakout.unwrapped.ale.getEpisodeFrameNumber() >= 6 * 4
 
 
+def test_atari_episodes_start_after_up_to_30_idle_frames(breakout):
+    counts = []
+    for seed in range(25):
+        breakout.reset(seed=seed)
+        counts.append(breakout.unwrapped.ale.getEpisodeFrameNumber())
+    assert 1 <= min(counts) <= 8 and 23 <= max(counts) <= 30
+
+
 def test_S18_atari_same_seed_and_actions_same_frames(breakout):
     rng, runs = np.random.default_rng(0), []
     actions = rng.integers(4, size=60)
@@ -1728,8 +1760,9 @@ def test_breakout_is_served_by_itself(breakout, monkeypatch):
         done = terminated or truncated
     assert done and terminated
     lives = [each[0] for each in taken]
-    expected = [1] + [int(now < before) for before, now in itertools.pairwise(lives)]
-    assert [each[1] for each in taken] == expected and sum(expected) == 5
+    starts = [0] + [t for t in range(1, len(lives)) if lives[t] < lives[t - 1]]
+    expected = [int(t in starts or t - 1 in starts) for t in range(len(lives))]
+    assert [each[1] for each in taken] == expected and len(starts) == 5
 
 
 def test_a_game_without_fire_is_left_alone():
@@ -1847,12 +1880,32 @@ def test_plot_of_one_fraction(walk):
     assert Path(path).stat().st_size > 20_000
 
 
-def test_defaults_are_what_the_docstring_says():
-    """The paper's N, n and kappa; the rest of its set is in the command of the docstring."""
-    args = fqf.Args()
-    assert (args.num_fractions, args.num_cosines, args.kappa) == (32, 64, 1.0)
-    assert args.n_steps == 1 and not args.double_q and not args.prioritized
-    assert args.learn_fractions and args.entropy_coef == 1e-3
-    assert fqf.ADAM_EPS == 0.01 and fqf.RMSPROP == {"alpha": 0.95, "eps": 1e-5}
-    for flag in ("--fraction-learning-rate 2.5e-9", "--learning-rate 5e-5", "--batch-size 32"):
-        assert flag in fqf.__doc__
+def test_the_command_of_the_docstring_is_the_set_of_the_paper():
+    """Whatever the defaults are: the paper's numbers, and those that only the authors' code has."""
+    command = fqf.__doc__.split("The paper's set")[1].split("python algos/fqf.py")[1]
+    command = command.split("\n\n")[0].replace("\\\n", " ")
+    args = tyro.cli(fqf.Args, args=shlex.split(command))
+    fqf.check_args(args)
+    expected = {
+        "num_fractions": 32,
+        "num_cosines": 64,
+        "kappa": 1.0,
+        "batch_size": 32,
+        "hidden_dim": 512,
+        "learning_rate": 5e-5,
+        "fraction_learning_rate": 2.5e-9,
+        "gamma": 0.99,
+        "n_steps": 1,
+        "double_q": False,
+        "prioritized": False,
+        "weight_targets_by_fraction": False,
+        "buffer_capacity": 1_000_000,
+        "learning_starts": 50_000,
+        "train_frequency": 4,
+        "target_interval": 10_000 // 4,  # updates, where the paper counts steps
+        "epsilon_final": 0.01,
+        "lr_schedule": "constant",
+    }
+    assert {name: getattr(args, name) for name in expected} == expected
+    assert fqf.ADAM_EPS / args.batch_size == 0.01 / 32
+    assert fqf.RMSPROP == {"alpha": 0.95, "eps": 1e-5}
