@@ -27,8 +27,8 @@ Differences from the paper:
       the tails count too much, and with every backup the distribution grows (benchmark/NOTES.md).
     - Targets lie at the fractions of the next state: the pass that chooses a' has them already.
     - Fractions depend on the state alone, as in the authors' code, and k counts from 1.
-    - Defaults fit CartPole: three steps to a target, a larger kappa, and fractions that move. At
-      the paper's rate of 2.5e-9 they would not, in a run of this size.
+    - Defaults fit CartPole: ten steps to a target, a larger kappa, and fractions that move. At the
+      paper's rate of 2.5e-9 they would not, in a run of this size.
     - Atari: rewards are clipped to their sign for training, as usual; FIRE serves the ball.
 
 Shapes: B batch, N fractions, A actions, D features psi(s), H hidden, O observation, K stacked
@@ -41,9 +41,9 @@ Run it, and see what it learned (distributions.png, next to the checkpoint):
 The paper's set, for a GPU and days; its buffer takes 7.1 GB, in memory and in a checkpoint:
     python algos/fqf.py --env-id ALE/Breakout-v5 --total-timesteps 50000000 --batch-size 32 \\
         --hidden-dim 512 --learning-rate 5e-5 --fraction-learning-rate 2.5e-9 --num-fractions 32 \\
-        --kappa 1 --n-steps 1 --target-interval 2500 --learning-starts 50000 \\
-        --buffer-capacity 1000000 --epsilon-final 0.01 --epsilon-steps 250000 \\
-        --eval-interval 250000 --checkpoint-interval 1000000
+        --kappa 1 --n-steps 1 --no-weight-targets-by-fraction --target-interval 2500 \\
+        --learning-starts 50000 --buffer-capacity 1000000 --epsilon-final 0.01 \\
+        --epsilon-steps 250000 --eval-interval 250000 --checkpoint-interval 1000000
 
 Resume it (the episode that was cut is played again from its seed; 46 bytes a step in a checkpoint):
     python algos/fqf.py --resume runs/<run>
@@ -104,11 +104,11 @@ class Args:
     num_cosines: int = 64  # features of a fraction
     kappa: float = 10.0  # of the Huber loss: smaller errors count squared, larger ones linearly
     learn_fractions: bool = True  # False: they stay 1/N apart: QR-DQN, with a cosine network
-    fraction_learning_rate: float = 1e-4  # of the proposed fractions (RMSProp)
+    fraction_learning_rate: float = 1e-5  # of the proposed fractions (RMSProp)
     entropy_coef: float = 1e-3  # how much the fractions are drawn towards 1/N apart
     weight_targets_by_fraction: bool = True  # a target counts as its stair is wide; False: alike
     double_q: bool = False  # the online network chooses a', the target network values it
-    n_steps: int = 3  # rewards that a target adds up before it bootstraps
+    n_steps: int = 10  # rewards that a target adds up before it bootstraps
     target_interval: int = 20  # updates between target updates
     buffer_capacity: int = 50_000  # steps that the replay buffer holds; then the oldest go
     learning_starts: int = 1_000  # first steps, with random actions and without updates
@@ -523,7 +523,7 @@ def fraction_loss(
     grows by how far the lower one is from F(tau_i), and shrinks by how far the upper one was.
     """
     assert tau.shape[1] == quantiles.shape[1] + 1 == edge_quantiles.shape[1] + 2
-    assert len(tau) == len(quantiles) == len(edge_quantiles)
+    assert len(tau) == len(quantiles) == len(edge_quantiles) and edge_quantiles.dim() == 2
     below, above = quantiles[:, :-1], quantiles[:, 1:]  # F(tau_hat_{i-1}), F(tau_hat_i)
     gradient = (edge_quantiles - below).abs() - (edge_quantiles - above).abs()  # [B, N - 1]
     return (gradient.detach() * tau[:, 1:-1]).sum(dim=1)

@@ -596,7 +596,7 @@ OWN_WRONG_FLAGS = {
         (["--entropy-coef", "-1"], "entropy_coef must be in [0, inf), got -1.0"),
         (["--n-steps", "0"], "n_steps must be > 0, got 0"),
         (["--target-interval", "0"], "target_interval must be > 0, got 0"),
-        (["--buffer-capacity", "7"], "buffer_capacity must be > 7, for one transition, got 7"),
+        (["--buffer-capacity", "14"], "buffer_capacity must be > 14, for one transition, got 14"),
         (["--buffer-capacity", "9" * 15], "buffer_capacity 999999999999999 is too much memory"),
         (["--buffer-capacity", "9" * 20], "buffer_capacity 99999999999999999999 is too much mem"),
         (["--epsilon-final", "1.1"], "epsilon_final must be in [0, 1], got 1.1"),

@@ -1301,7 +1301,7 @@ def test_F1_the_learning_rate_of_the_fractions(walk, tmp_path):
     entropy, moved = {}, {}
     for rate in (2.5e-9, 1e-2):
         args = replace(walk, fraction_learning_rate=rate, run_dir=str(tmp_path / str(rate)))
-        args = replace(args, env_id="Choice-v0", total_timesteps=120, log_interval=1)
+        args = replace(args, env_id="Choice-v0", hidden_dim=64, total_timesteps=120, log_interval=1)
         fqf.train(args)
         entropy[rate] = np.array(list(metrics(args, "stats/fraction_entropy").values()))
         torch.manual_seed(args.seed)
@@ -1312,7 +1312,7 @@ def test_F1_the_learning_rate_of_the_fractions(walk, tmp_path):
     # the first step of RMSProp is at most rate / sqrt(1 - 0.95), and 38 were taken
     assert moved[2.5e-9] <= 38 * 2.5e-9 / math.sqrt(0.05) and moved[1e-2] > 0.02
     assert len(entropy[1e-2]) == 38
-    assert (math.log(4) - entropy[2.5e-9] < 1e-5).all()
+    assert (math.log(4) - entropy[2.5e-9] < 1e-4).all()  # as the weights start, all but equal
     assert math.log(4) - entropy[1e-2].min() > 3e-3
 
 
@@ -1870,6 +1870,13 @@ def test_plot_is_a_picture_next_to_the_checkpoint(walk, monkeypatch, capsys):
     for number, (drawn_tau, drawn_quantiles, _) in enumerate(shares):
         np.testing.assert_allclose(drawn_tau, tau, atol=1e-5)
         np.testing.assert_allclose(drawn_quantiles, quantiles[:, :, number // 2], atol=1e-4)
+
+
+def test_plot_without_its_package_is_refused(walk, monkeypatch):
+    fqf.train(walk)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(fqf.InputError, match="pip install matplotlib"):
+        fqf.evaluate_checkpoint(replace(walk, evaluate=f"{walk.run_dir}/best.pt", plot=True))
 
 
 def test_plot_of_one_fraction(walk):
