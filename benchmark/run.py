@@ -191,7 +191,7 @@ FQF_ABLATIONS = {
     "paper-rate": "--fraction-learning-rate 2.5e-9",
     "equal-targets": "--no-weight-targets-by-fraction",
     "kappa-1": "--kappa 1",
-    "1-step": "--n-steps 1",
+    "3-steps": "--n-steps 3",
 }
 TABLE += [
     Row("fqf", *POLE, variant, flags, 2.5, "fqf-ablation")
