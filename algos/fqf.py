@@ -887,8 +887,8 @@ def train(args: Args) -> dict[str, float]:
             step += 1
 
             # 1. act: at random with probability epsilon, else what is best on average
-            fall = (1 - args.epsilon_final) * min(1, step / args.epsilon_steps)
-            if step <= args.learning_starts or torch.rand((), generator=generator) < 1 - fall:
+            epsilon = 1 - (1 - args.epsilon_final) * min(1, step / args.epsilon_steps)
+            if step <= args.learning_starts or torch.rand((), generator=generator) < epsilon:
                 taken = torch.randint(num_actions, (), generator=generator).item() + first_action
             else:
                 taken = policy(current_obs[None]).item()
@@ -896,7 +896,7 @@ def train(args: Args) -> dict[str, float]:
             new_obs, new_reward, terminated, truncated, _ = env.step(taken)
             # of an Atari reward only the sign is learned from: one kappa fits all games then
             learned_reward = float(np.sign(new_reward) if is_image else new_reward)
-            taken -= first_action
+            taken -= first_action  # networks count from 0
             buffer.add_step(taken, learned_reward, terminated, truncated, new_obs)
             current_obs, episode_return = np.array(new_obs), episode_return + float(new_reward)
             if terminated or truncated:
@@ -996,7 +996,7 @@ def train(args: Args) -> dict[str, float]:
                     "stats/q_max": q.max().item(),
                     "stats/target_mean": (target_weight * target).sum(dim=1).mean().item(),
                     "stats/quantile_spread": (quantiles[:, -1] - quantiles[:, 0]).mean().item(),
-                    "stats/epsilon": 1 - fall,
+                    "stats/epsilon": epsilon,
                 }
                 if args.num_fractions > 1:
                     falls = quantiles.diff(dim=1) < 0  # [B, N - 1]

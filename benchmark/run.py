@@ -187,6 +187,16 @@ TABLE += [
 POLE = ("CartPole-v1", "none")
 FQF_VARIANTS = {"default": "", "prioritized": "--prioritized", "qr-dqn": "--no-learn-fractions"}
 TABLE += [Row("fqf", *POLE, variant, flags, 2.5) for variant, flags in FQF_VARIANTS.items()]
+LANDING = (
+    ("LunarLander-v3", "none"),
+    "--total-timesteps 200000 --train-frequency 2 --batch-size 64 --n-steps 3 --target-interval 50"
+    " --buffer-capacity 100000 --learning-starts 2000 --epsilon-steps 20000 --eval-interval 10000"
+    " --checkpoint-interval 50000",
+)
+TABLE += [
+    Row("fqf", *LANDING[0], variant, f"{LANDING[1]} {FQF_VARIANTS[variant]}", 11.0)
+    for variant in ("default", "qr-dqn")
+]
 FQF_ABLATIONS = {
     "paper-rate": "--fraction-learning-rate 2.5e-9",
     "equal-targets": "--no-weight-targets-by-fraction",
