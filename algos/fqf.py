@@ -1095,6 +1095,7 @@ def plot_episode(checkpoint: str, path: str, eval_seed: int, **overrides) -> Non
         loc="left",
     )
     panels["fractions"].set_ylabel("tau")
+    panels["fractions"].set_ylim(0, 1)
     colors = [f"C{action}" for action in range(num_actions)]
     for action, color in enumerate(colors):
         low, high = (quantile_at(tau, quantiles[:, :, action], share) for share in (0.1, 0.9))

@@ -35,7 +35,8 @@ import numpy as np
 from algos import fqf
 def megabytes():
     with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) for line in file if line.startswith("VmRSS")) / 1000
+        kib = next(int(line.split()[1]) for line in file if line.startswith("VmRSS"))
+        return kib * 1024 / 1e6
 before, obs = megabytes(), np.random.default_rng(0).integers(256, size=(4, 84, 84), dtype=np.uint8)
 buffer = fqf.Buffer(1_000_000, (4, 84, 84))
 buffer.add_frame(obs, 0)
@@ -60,9 +61,9 @@ def watch(command: list[str], minutes: float, phase: str, rows: list[dict]) -> s
         time.sleep(10)
         assert process.poll() is None, f"it ended with exit code {process.returncode}"
         status = Path(f"/proc/{process.pid}/status").read_text()
-        kilobytes = int(re.search(r"VmRSS:\s+(\d+) kB", status).group(1))
+        kib = int(re.search(r"VmRSS:\s+(\d+) kB", status).group(1))
         seconds = round(time.time() - start)
-        rows.append({"phase": phase, "seconds": seconds, "megabytes": round(kilobytes / 1000)})
+        rows.append({"phase": phase, "seconds": seconds, "megabytes": round(kib * 1024 / 1e6)})
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 128 + signal.SIGTERM

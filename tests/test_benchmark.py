@@ -14,7 +14,7 @@ import torch
 from conftest import ROOT, load
 
 import common
-from benchmark import model_error, run, speed, weights
+from benchmark import fractions, model_error, run, speed, weights
 
 sys.path.insert(0, str(ROOT / "benchmark" / "data"))
 import make
@@ -222,3 +222,30 @@ def test_published_model_error(tmp_path):
     assert all(len(curve) == 7 + 1 for curve in curves.values())  # seven members, and new steps
     model_error.draw(rows, curves, tmp_path / "model_error.png")
     assert (tmp_path / "model_error.png").stat().st_size > 10_000
+
+
+def test_published_fractions_moved_unless_the_rate_is_the_papers(tmp_path):
+    """From log N on, down to clearly below it; at the paper's rate they stay to four digits."""
+    results = ROOT / "benchmark" / "results"
+    curves = {
+        label: fractions.entropy_curves(results, row) for label, row in fractions.CURVES.items()
+    }
+    for label, seeds in curves.items():
+        assert seeds and all(entropy[0] == pytest.approx(1, abs=0.02) for _, entropy in seeds)
+        for steps, entropy in seeds:
+            assert (np.diff(steps) > 0).all()
+            if "paper" in label:
+                assert entropy == pytest.approx(1, abs=1e-4)
+            else:
+                assert 0.5 < entropy[-1] < 0.98
+    fractions.draw_entropy(curves, tmp_path / "entropy.png")
+    assert (tmp_path / "entropy.png").stat().st_size > 10_000
+
+
+def test_published_memory_of_breakout():
+    """Twenty minutes, and no more memory at their end than in their first half."""
+    with open(ROOT / "benchmark" / "results" / "breakout.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    first = [int(row["megabytes"]) for row in rows if row["phase"] == "first"]
+    assert len(first) >= 110 and sum(row["phase"] == "resumed" for row in rows) >= 5
+    assert max(first[len(first) // 2 :]) < 1.02 * max(first[: len(first) // 2])
