@@ -1129,7 +1129,7 @@ def plot_episode(checkpoint: str, path: str, eval_seed: int, **overrides) -> Non
     for panel in panels.values():
         panel.spines[["top", "right"]].set_visible(False)
         panel.margins(x=0.01)
-    save_atomically(path, lambda file: figure.savefig(file, format="png"))
+    save_atomically(path, partial(figure.savefig, format="png", metadata={"Software": None}))
 
 
 def quantile_at(tau: np.ndarray, quantiles: np.ndarray, share: float) -> np.ndarray:

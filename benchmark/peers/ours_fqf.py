@@ -92,10 +92,10 @@ if ARGS.algo == "fqf-tree":
     measure_tree()
     sys.exit()
 
+LEARNER = {"num_fractions": 32, "n_steps": 1, "train_frequency": 1}
 SETTINGS = {
-    "fqf": {"env_id": "Still-v0", "batch_size": 128, "hidden_dim": 128, "train_frequency": 1},
-    "fqf-atari": {"env_id": "StillImages-v0", "batch_size": 32, "hidden_dim": 512}
-    | {"train_frequency": 1, "buffer_capacity": 5_000},
+    "fqf": {"env_id": "Still-v0", "batch_size": 128, "hidden_dim": 128} | LEARNER,
+    "fqf-atari": {"env_id": "StillImages-v0", "batch_size": 32, "hidden_dim": 512} | LEARNER,
     "fqf-loop": {"env_id": "CartPole-v1"},
 }
 if ARGS.algo not in SETTINGS:
