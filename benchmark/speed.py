@@ -64,7 +64,7 @@ VARIANTS = {  # of ours
     algo: {"ours, --compile": "compile", "ours, a loop over the critics": "loop"}
     for algo in ("rlpd", "sac")
 }
-VARIANTS |= {algo: {"ours, --compile": "compile"} for algo in ("mbpo-sac", "fqf", "fqf-atari")}
+VARIANTS |= {algo: {"ours, --compile": "compile"} for algo in ("mbpo-sac", "fqf")}
 VARIANTS |= {"fqf-tree": {"a plain Python tree": "python"}}
 # per window; AWR and MARWIL compute all returns once in 1,000, RLPD makes about 25 a second
 UPDATES = {"awr": 1_000, "marwil": 1_000, "crr": 1_000, "rlpd": 200, "sac": 500}

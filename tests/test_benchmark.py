@@ -14,7 +14,7 @@ import torch
 from conftest import ROOT, load
 
 import common
-from benchmark import fractions, model_error, run, speed, weights
+from benchmark import fqf_fractions, model_error, run, speed, weights
 
 sys.path.insert(0, str(ROOT / "benchmark" / "data"))
 import make
@@ -228,7 +228,8 @@ def test_published_fractions_moved_unless_the_rate_is_the_papers(tmp_path):
     """From log N on, down to clearly below it; at the paper's rate they stay to four digits."""
     results = ROOT / "benchmark" / "results"
     curves = {
-        label: fractions.entropy_curves(results, row) for label, row in fractions.CURVES.items()
+        label: fqf_fractions.entropy_curves(results, row)
+        for label, row in fqf_fractions.CURVES.items()
     }
     for label, seeds in curves.items():
         assert seeds and all(entropy[0] == pytest.approx(1, abs=0.02) for _, entropy in seeds)
@@ -238,7 +239,7 @@ def test_published_fractions_moved_unless_the_rate_is_the_papers(tmp_path):
                 assert entropy == pytest.approx(1, abs=1e-4)
             else:
                 assert 0.5 < entropy[-1] < 0.98
-    fractions.draw_entropy(curves, tmp_path / "entropy.png")
+    fqf_fractions.draw_entropy(curves, tmp_path / "entropy.png")
     assert (tmp_path / "entropy.png").stat().st_size > 10_000
 
 

@@ -1,7 +1,7 @@
 """What FQF learns that others do not: draw the fractions and the distributions of trained runs.
 
     python benchmark/run.py --only fqf --seeds 1
-    python benchmark/fractions.py
+    python benchmark/fqf_fractions.py
 
 Reads seed 1 of two rows of run.py (from runs/benchmark/): FQF with our learning rate of the
 fractions, and with the paper's, at which they do not move. Draws an episode of each, as
