@@ -97,7 +97,7 @@ class Args:
     quiet: bool = False  # print nothing but errors
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # auto takes a GPU if there is one
     torch_threads: int | None = None  # CPU threads [all cores]
-    compile: bool = False  # torch.compile the networks: slow to start; for large ensembles only
+    compile: bool = False  # torch.compile the networks: slow to start; for large ensembles, FQF
     # AWR only
     beta: float = 1.0  # temperature of the weights exp(A / beta); inf: behaviour cloning
     max_weight: float = 20.0  # upper clip of exp weights

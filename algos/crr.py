@@ -100,7 +100,7 @@ class Args:
     quiet: bool = False  # print nothing but errors
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # auto takes a GPU if there is one
     torch_threads: int | None = None  # CPU threads [all cores]
-    compile: bool = False  # torch.compile the networks: slow to start; for large ensembles only
+    compile: bool = False  # torch.compile the networks: slow to start; for large ensembles, FQF
     # CRR only
     advantage_type: Literal["mean", "max"] = "mean"  # baseline over the sampled actions' values
     weight_type: Literal["binary", "exp"] = "binary"  # f = 1[A > 0] or exp(A / beta)

@@ -98,7 +98,7 @@ class Args:
     quiet: bool = False  # print nothing but errors
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # auto takes a GPU if there is one
     torch_threads: int | None = None  # CPU threads [all cores]
-    compile: bool = False  # torch.compile the networks: slow to start; for large ensembles only
+    compile: bool = False  # torch.compile the networks: slow to start; for large ensembles, FQF
     # FQF only
     num_fractions: int = 16  # N, stairs of a distribution
     num_cosines: int = 64  # features of a fraction

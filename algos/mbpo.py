@@ -99,7 +99,7 @@ class Args:
     quiet: bool = False  # print nothing but errors
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # auto takes a GPU if there is one
     torch_threads: int | None = None  # CPU threads [all cores]
-    compile: bool = False  # torch.compile the networks: slow to start; for large ensembles only
+    compile: bool = False  # torch.compile the networks: slow to start; for large ensembles, FQF
     # MBPO only
     buffer_capacity: int = 1_000_000  # steps that the replay buffer holds; then the oldest go
     learning_starts: int = 200  # first steps, with random actions and without updates

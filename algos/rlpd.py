@@ -102,7 +102,7 @@ class Args:
     quiet: bool = False  # print nothing but errors
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # auto takes a GPU if there is one
     torch_threads: int | None = None  # CPU threads [all cores]
-    compile: bool = False  # torch.compile the networks: slow to start; for large ensembles only
+    compile: bool = False  # torch.compile the networks: slow to start; for large ensembles, FQF
     # RLPD only
     offline_batch_ratio: float = 0.5  # share of the dataset in every mini-batch; 0: no prior data
     offline_pretrain_updates: int = 0  # updates on the dataset alone, first; logged as steps <= 0
