@@ -26,17 +26,16 @@ Differences from the paper:
     - A target counts as much as its stair is wide. Counted alike, as in the paper, narrow stairs at
       the tails count too much, and with every backup the distribution grows (benchmark/NOTES.md).
     - Targets lie at the fractions of the next state: the pass that chooses a' has them already.
-    - Fractions depend on the state alone, as in the authors' code, and k counts from 1.
-    - Defaults fit CartPole: ten steps to a target, a larger kappa, and fractions that move. At the
-      paper's rate of 2.5e-9 they would not, in a run of this size.
+    - Fractions depend on the state alone, and k counts from 1, as in the authors' code.
+    - Defaults fit CartPole. At the paper's rate of 2.5e-9 fractions would not move in such a run.
     - Atari: rewards are clipped to their sign for training, as usual; FIRE serves the ball.
 
 Shapes: B batch, N fractions, A actions, D features psi(s), H hidden, O observation, K stacked
 frames, T steps of an episode, E evaluation episodes. A scalar per transition is [B], never [B, 1].
 
-Run it, and see what it learned (distributions.png, next to the checkpoint):
+Run it:
     python algos/fqf.py --env-id CartPole-v1
-    python algos/fqf.py --evaluate runs/<run>/best.pt --plot
+    python algos/fqf.py --evaluate runs/<run>/best.pt --plot      (distributions.png, next to it)
 
 The paper's set, for a GPU and days; its buffer takes 7.1 GB, in memory and in a checkpoint:
     python algos/fqf.py --env-id ALE/Breakout-v5 --total-timesteps 50000000 --batch-size 32 \\
@@ -45,8 +44,10 @@ The paper's set, for a GPU and days; its buffer takes 7.1 GB, in memory and in a
         --learning-starts 50000 --buffer-capacity 1000000 --epsilon-final 0.01 \\
         --epsilon-steps 250000 --eval-interval 250000 --checkpoint-interval 1000000
 
-Resume it (the episode that was cut is played again from its seed; 46 bytes a step in a checkpoint):
+Resume it:
     python algos/fqf.py --resume runs/<run>
+Its episode is played again: exact in any environment that is a function of seed and actions. A
+checkpoint has 0.7 MB, and 46 bytes per step in CartPole's buffer.
 """
 
 import csv

@@ -929,7 +929,7 @@ def test_state_of_a_ring_is_no_larger_than_what_it_holds():
     assert len(file.getvalue()) < 10_000
     # what the docstring says of a step of CartPole, which has four numbers, not three
     per_step = sum(x.nbytes for x in tensors.values()) // num_frames + 4
-    assert f"{per_step} bytes a step in a checkpoint" in fqf.__doc__
+    assert f"{per_step} bytes per step" in fqf.__doc__
 
 
 def filled_buffer(num_steps=80, obs_shape=(3,)):
