@@ -3,7 +3,7 @@
     python benchmark/breakout.py --minutes 20
 
 First, a replay buffer of a million frames is filled, step by step, and its memory read off. Then
-algos/fqf.py plays Breakout with the paper's network and a buffer that is full before it trains, so
+algos/fqf.py plays Breakout with the paper's layers and a buffer that is full before it trains, so
 that nothing has a reason to grow. It is stopped by SIGTERM, resumed for a minute, stopped again.
 The resident memory, every ten seconds, goes to benchmark/results/breakout.csv.
 """
