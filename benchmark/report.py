@@ -38,11 +38,7 @@ IQM of behaviour cloning on the same data."""
 
 MAIN_VARIANT = {"crr": "mean-binary"}  # of each algorithm, beside the others; else "default"
 CLONES = ("marwil", "crr")  # whose behaviour cloning stands beside them all: the first there is
-ONLINE = (
-    "rlpd",
-    "mbpo",
-    "fqf",
-)  # their budget is environment steps; they stand apart from the others
+ONLINE = ("rlpd", "mbpo", "fqf", "gail")  # counted in environment steps; apart from the others
 ABLATIONS = {f"{algo}-ablation": algo for algo in ONLINE}  # whose default stands beside them
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart, without yellow (too pale).
@@ -203,7 +199,9 @@ def references(results: Results, group: tuple[str, ...]) -> dict[str, float | No
     """What a return has to be compared with; None where nobody measured it."""
     variants = group_of(results, group)
     random = [run.returns[-1] for run in results.get(("random", group[1]), [])]
-    behaviour = [run.behaviour for runs in variants.values() for run in runs]
+    # a control may be given other data
+    informed = [variants["default"]] if "default" in variants else variants.values()
+    behaviour = [run.behaviour for runs in informed for run in runs]
     behaviour = [value for value in behaviour if value is not None]
     clones = variants.get("bc") or clones_of(results, group[1:])
     bc = last_and_best(clones)[0] if clones else None

@@ -207,11 +207,51 @@ TABLE += [
     Row("fqf", *POLE, variant, flags, 2.5, "fqf-ablation")
     for variant, flags in FQF_ABLATIONS.items()
 ]
+# GAIL, and what makes its returns mean something: a discriminator that is frozen before it learned
+# anything, and an "expert" that acts at random. Behaviour cloning of the same episodes is MARWIL's.
+GAIL_VARIANTS = {
+    "default": "",
+    "frozen": "--no-learn-discriminator",
+    "random-expert": "--dataset random:5000",  # the last --dataset counts
+}
+GAIL_VARIANTS |= {
+    f"absorbing-{name}".removesuffix("-default"): f"{flags} --absorbing"
+    for name, flags in GAIL_VARIANTS.items()
+}
+GAIL_TASKS = {
+    "CartPole-v1": ("--total-timesteps 100000 --eval-interval 5000", 0.3),
+    "Pendulum-v1": ("--total-timesteps 200000 --eval-interval 10000", 0.6),
+    "LunarLander-v3": ("--total-timesteps 600000 --eval-interval 30000", 2.0),
+}
+FIXED_LENGTH = ("Pendulum-v1",)  # where nothing ends, --absorbing changes nothing
+TABLE += [
+    Row("gail", env_id, f"benchmark/data/{env_id}-expert.npz", variant, f"{task} {flags}", minutes)
+    for env_id, (task, minutes) in GAIL_TASKS.items()
+    for variant, flags in GAIL_VARIANTS.items()
+    if env_id not in FIXED_LENGTH or "absorbing" not in variant
+]
+THEIR_EXPERTS = {  # recordings that come with the imitation library
+    "CartPole-v1": ("runs/data/cartpole-expert-imitation.npz", ("default", "absorbing")),
+    "Pendulum-v1": ("runs/data/pendulum-expert-imitation.npz", ("default",)),
+}
+TABLE += [
+    Row("gail", env_id, dataset, variant, f"{task} {GAIL_VARIANTS[variant]} {few}", minutes)
+    for env_id, (dataset, variants) in THEIR_EXPERTS.items()
+    for (task, minutes), few in ((GAIL_TASKS[env_id], "--num-expert-episodes 10"),)
+    for variant in variants
+]
+TABLE += [
+    Row("marwil", env_id, dataset, "bc", "--beta 0", 0.8)
+    for env_id in GAIL_TASKS
+    for dataset in (f"benchmark/data/{env_id}-expert.npz", THEIR_EXPERTS.get(env_id, [None])[0])
+    if dataset
+]
 EVALUATION = "--eval-episodes 50"
 QUICK = "--eval-episodes 2 --hidden-dim 32"
 QUICK_OFFLINE = f"{QUICK} --total-updates 1200 --eval-interval 600"
 QUICK_ONLINE = f"{QUICK} --total-timesteps 600 --eval-interval 600 --learning-starts 500"
-ONLINE = ("rlpd", "mbpo", "fqf")  # counted in environment steps, not in updates
+QUICK_GAIL = f"{QUICK} --total-timesteps 800 --eval-interval 800 --num-steps 50"
+ONLINE = ("rlpd", "mbpo", "fqf", "gail")  # counted in environment steps, not in updates
 WITHOUT_DATA = ("mbpo", "fqf")  # they have no such flag
 RANDOM_EPISODES = 50  # of the uniform random policy, the zero of every table
 
@@ -241,6 +281,7 @@ class Run:
             return [*script, "--resume", os.path.relpath(self.run_dir, ROOT)]
         threads = max(1, (os.cpu_count() or 1) // options.jobs)
         quick = QUICK_ONLINE if self.row.algo in ONLINE else QUICK_OFFLINE
+        quick = QUICK_GAIL if self.row.algo == "gail" else quick
         flags = f"{EVALUATION} {self.row.flags} {quick if options.quick else ''}".split()
         identity = ["--env-id", self.row.env_id]
         if self.row.algo not in WITHOUT_DATA:

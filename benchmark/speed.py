@@ -41,6 +41,7 @@ PACKAGES = {
     "sb3": "stable-baselines3==2.9.2",
     "mbrl": "mbrl==0.2.0",
     "tianshou": "tianshou==2.0.1",
+    "imitation": "imitation==1.0.1",  # brings Stable-Baselines3 2.2.1 and Gymnasium 0.29.1
 }
 NEWER = {"mbrl": "hydra-core==1.3.2 omegaconf==2.3.0"}  # it pins some that break on Python 3.11
 PEERS = {  # of each algorithm: scripts in benchmark/peers/, named after a package of above
@@ -56,25 +57,31 @@ PEERS = {  # of each algorithm: scripts in benchmark/peers/, named after a packa
     "fqf-atari": ("tianshou_fqf", "axiomrl_fqf"),  # images
     "fqf-loop": (),  # environment steps of a whole run
     "fqf-tree": ("tianshou_fqf",),  # draws and new priorities of the sum tree
+    "gail-loop": ("imitation_gail", "axiomrl_gail"),  # environment steps of a whole run
 }
 SCRIPT_KINDS = {"rlpd": "_sac", "sac": "_sac"}  # ours and limit; else those of the algorithm
-SCRIPT_KINDS |= {algo: f"_{kind}" for kind in ("mbpo", "fqf") for algo in PEERS if kind in algo}
-WITHOUT_LIMIT = ("fqf-loop", "fqf-tree")  # they hardly multiply matrices
+SCRIPT_KINDS |= {
+    algo: f"_{kind}" for kind in ("mbpo", "fqf", "gail") for algo in PEERS if kind in algo
+}
+WITHOUT_LIMIT = ("fqf-loop", "fqf-tree", "gail-loop")  # they hardly multiply matrices
 VARIANTS = {  # of ours
     algo: {"ours, --compile": "compile", "ours, a loop over the critics": "loop"}
     for algo in ("rlpd", "sac")
 }
 VARIANTS |= {algo: {"ours, --compile": "compile"} for algo in ("mbpo-sac", "fqf")}
 VARIANTS |= {"fqf-tree": {"a plain Python tree": "python"}}
+VARIANTS |= {"gail-loop": {"ours, --gradient-penalty 0": "no-penalty"}}  # the peers have none
 # per window; AWR and MARWIL compute all returns once in 1,000, RLPD makes about 25 a second
 UPDATES = {"awr": 1_000, "marwil": 1_000, "crr": 1_000, "rlpd": 200, "sac": 500}
 UPDATES |= {"mbpo-model": 200, "mbpo-rollout": 200_000, "mbpo-sac": 300}
 UPDATES |= {"fqf": 300, "fqf-atari": 20, "fqf-loop": 2_000, "fqf-tree": 128_000}
+UPDATES |= {"gail-loop": 8_192}  # 8 rollouts
 TITLES = {"rlpd": "RLPD critic update", "sac": "SAC critic update"}
 TITLES |= {"mbpo-model": "MBPO step of the ensemble", "mbpo-sac": "MBPO update of SAC"}
 TITLES |= {"mbpo-rollout": "MBPO transition of a rollout"}
 TITLES |= {"fqf": "FQF update, vectors", "fqf-atari": "FQF update, Atari images"}
 TITLES |= {"fqf-loop": "FQF step of CartPole", "fqf-tree": "FQF draw from a million priorities"}
+TITLES |= {"gail-loop": "GAIL step of CartPole"}
 TORCH = "torch==2.13.0"
 
 

@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from algos import awr, crr, fqf, marwil, mbpo, rlpd
+from algos import awr, crr, fqf, gail, marwil, mbpo, rlpd
 
 ALGOS = {"awr": awr, "marwil": marwil, "crr": crr, "rlpd": rlpd, "mbpo": mbpo, "fqf": fqf}
+ALGOS |= {"gail": gail}
 OFFLINE = ("awr", "marwil", "crr")
-WITH_DATA = (*OFFLINE, "rlpd")  # those that read a dataset
+WITH_REWARDS = (*OFFLINE, "rlpd")  # those that learn from the rewards of a dataset
+WITH_DATA = (*WITH_REWARDS, "gail")  # those that read a dataset
 ROOT = Path(__file__).resolve().parents[1]
 torch.set_num_threads(1)  # tests run several at once, and small networks gain nothing from two
 
@@ -169,6 +171,7 @@ TINY_FLAGS = {  # so that 20 updates see everything that happens now and then
     "fqf": {"learning_starts": 3, "train_frequency": 1, "target_interval": 5, "num_fractions": 4}
     | {"num_cosines": 8, "epsilon_steps": 15, "epsilon_final": 0.2, "learning_rate": 1e-2}
     | {"priority_beta_steps": 30, "n_steps": 1},
+    "gail": {"num_envs": 1, "num_steps": 5, "lr_schedule": "constant"},
 }
 TINY_ENV = {"fqf": "Steps-v0"}  # else Probe-v0
 REAL_ENV = {"fqf": "CartPole-v1"}  # else Pendulum-v1
@@ -228,7 +231,7 @@ def load(run_dir, name="checkpoint.pt"):
 
 
 NETWORKS = ("actor", "value", "critic", "target_actor", "target_critic", "network", "proposal")
-NETWORKS += ("target_network",)
+NETWORKS += ("target_network", "discriminator", "normalizer")
 
 
 def flat(checkpoint, keys=NETWORKS):

@@ -18,6 +18,7 @@ from conftest import (
     OFFLINE,
     REAL_ENV,
     WITH_DATA,
+    WITH_REWARDS,
     budget,
     data,
     flat,
@@ -71,7 +72,7 @@ CHANGES_TRAINING = {
     "hidden_dim": 24,
     "target_return": -100.0,
 }
-DATA_FLAGS = {"dataset": "random:100", "reward_scale": 2.0, "reward_shift": 1.0}
+REWARD_FLAGS = {"reward_scale": 2.0, "reward_shift": 1.0}
 OFFLINE_FLAGS = {"normalize_reward": True, "total_updates": 21, "total_epochs": 1}
 OWN_FLAGS = {  # these change training, too
     "awr": {
@@ -159,6 +160,25 @@ OWN_FLAGS = {  # these change training, too
         "epsilon_steps": 3,
         "prioritized": True,
     },
+    "gail": {
+        "total_timesteps": 25,
+        "num_expert_episodes": 10,
+        "expert_subsampling": 2,
+        "num_envs": 2,
+        "num_steps": 4,
+        "reward_type": "logit",
+        "absorbing": True,
+        "learn_discriminator": False,
+        "discriminator_learning_rate": 2e-3,
+        "discriminator_updates": 3,
+        "discriminator_entropy_coef": 0.1,
+        "gradient_penalty": 0.0,
+        "num_epochs": 2,
+        "gae_lambda": 0.5,
+        "max_ratio_change": 1e-3,
+        "policy_entropy_coef": 0.5,
+        "max_grad_norm": 1e-3,
+    },
 }
 LEAVES_TRAINING = {
     "eval_interval": 3,
@@ -189,7 +209,9 @@ ELSEWHERE_OF = {"rlpd": {"record_replay"}, "fqf": {"plot"}}
 
 def flags_of(name):
     """-> {flag: value} that change the training of an algorithm, and that do not"""
-    changes = CHANGES_TRAINING | (DATA_FLAGS if name in WITH_DATA else {}) | OWN_FLAGS[name]
+    changes = CHANGES_TRAINING | OWN_FLAGS[name]
+    changes |= {"dataset": "random:100"} if name in WITH_DATA else {}
+    changes |= REWARD_FLAGS if name in WITH_REWARDS else {}
     changes |= OFFLINE_FLAGS if name in OFFLINE else {}
     return changes, LEAVES_TRAINING | OWN_FLAGS_THAT_LEAVE_TRAINING.get(name, {})
 
@@ -241,6 +263,8 @@ def test_flag(algo, name, baseline, tmp_path, run):
         num_evals = 1 + 5 + moved_at_3 + 1
         num_logs = 20 if algo.ALGO in OFFLINE else 16  # the others only act, for 4 steps (FQF: 3)
         num_logs += algo.ALGO == "fqf"
+        if algo.ALGO == "gail":  # an update every 5 steps: nothing new at 3, 9 and 18
+            num_evals, num_logs = 1 + 3 + 1, 4
         assert logged == {"eval_interval": num_evals, "log_interval": num_logs}[name]
 
 
@@ -266,7 +290,7 @@ def test_checkpoint_interval(algo, tiny, monkeypatch):
 
 
 def test_choices_are_checked_from_python_too(algo, tiny):
-    own = {"crr": ("weight_type", "advantage_type")}
+    own = {"crr": ("weight_type", "advantage_type"), "gail": ("reward_type",)}
     for name in ("lr_schedule", "device", *own.get(algo.ALGO, ())):
         with pytest.raises(algo.InputError, match=f"{name} must be one of .*, got foo"):
             algo.train(replace(tiny, **{name: "foo"}))
@@ -300,10 +324,10 @@ def test_batch_of_one_and_dataset_of_one(algo, tiny, tmp_path):
     rows = {name: array[:1] for name, array in np.load(tiny.dataset).items()}
     np.savez(tmp_path / "one.npz", **rows)
     one = replace(tiny, dataset=str(tmp_path / "one.npz"), run_dir=str(tmp_path / "one"))
-    if algo.ALGO not in OFFLINE:  # it has rows of its own, and standardises nothing
+    if algo.ALGO == "rlpd":  # it has rows of its own, and standardises nothing
         assert algo.train(one)["step"] == 20
         return
-    with pytest.raises(algo.InputError, match="has a single row"):
+    with pytest.raises(algo.InputError, match=r"has a single row|leaves 1 rows"):
         algo.train(one)
 
 
@@ -329,7 +353,7 @@ def test_compile_gives_the_same_numbers(algo, tiny, monkeypatch, tmp_path):
     algo.train(compiled)
     names = {"crr": ["Actor", "Actor", "TwinCritic", "TwinCritic"]}
     names |= {name: ["EnsembleCritic", "GaussianActor"] for name in ("rlpd", "mbpo")}
-    names |= {"fqf": ["QuantileNetwork", "QuantileNetwork"]}
+    names |= {"fqf": ["QuantileNetwork", "QuantileNetwork"], "gail": ["PPOActor", "StateValue"]}
     assert sorted(compiled_networks) == names.get(algo.ALGO, ["Actor", "Value"])
     expected, actual = load(tiny.run_dir), load(compiled.run_dir)
     acts = "network" if algo.ALGO == "fqf" else "actor"
@@ -481,11 +505,13 @@ if not torch.cuda.is_available():
 
 NAIVE = ["--data-in-buffer", "--offline-batch-ratio", "0"]
 DATA_WRONG_FLAGS = [
-    (["--reward-shift", "inf"], "reward_shift must be finite, got inf"),
-    (["--reward-scale", "inf"], "reward_scale must be finite, got inf"),
     (["--dataset", "nowhere.npz"], "dataset nowhere.npz cannot be read: No such file"),
     (["--dataset", "nonsense"], "dataset nonsense: expected auto, random, random:N,"),
     (["--dataset", "random:0"], "dataset random:0: write random:N with N a number of steps"),
+]
+REWARD_WRONG_FLAGS = [
+    (["--reward-shift", "inf"], "reward_shift must be finite, got inf"),
+    (["--reward-scale", "inf"], "reward_scale must be finite, got inf"),
 ]
 OFFLINE_WRONG_FLAGS = [
     (["--max-weight", "0.5"], "max_weight must be >= 1, got 0.5"),
@@ -608,6 +634,28 @@ OWN_WRONG_FLAGS = {
         (["--env-id", "Probe-v0"], "Probe-v0: actions must be discrete, not Box"),
         (["--env-id", "ALE/Nothing-v5"], "cannot make the environment ALE/Nothing-v5:"),
     ],
+    "gail": [
+        (["--total-timesteps", "0"], "total_timesteps must be > 0, got 0"),
+        (["--total-timesteps", "1001"], "total_timesteps must be a multiple of num_envs 8, got 1"),
+        (["--total-timesteps", "1016"], "total_timesteps 1016 is spent before the first update:"),
+        (["--num-envs", "0"], "num_envs must be > 0, got 0"),
+        (["--num-steps", "0"], "num_steps must be > 0, got 0"),
+        (["--num-epochs", "0"], "num_epochs must be > 0, got 0"),
+        (["--num-expert-episodes", "0"], "num_expert_episodes must be > 0, got 0"),
+        (["--num-expert-episodes", "11"], "num_expert_episodes must be <= 10, all that there are"),
+        (["--expert-subsampling", "0"], "expert_subsampling must be > 0, got 0"),
+        (["--expert-subsampling", "99999"], "expert_subsampling 99999 leaves 0 rows: lower it"),
+        (["--discriminator-updates", "0"], "discriminator_updates must be > 0, got 0"),
+        (["--discriminator-learning-rate", "0"], "discriminator_learning_rate must be > 0, got 0"),
+        (["--discriminator-learning-rate", "inf"], "discriminator_learning_rate must be finite,"),
+        (["--discriminator-entropy-coef", "-1"], "discriminator_entropy_coef must be in [0, inf)"),
+        (["--gradient-penalty", "nan"], "gradient_penalty must be in [0, inf), got nan"),
+        (["--policy-entropy-coef", "-1"], "policy_entropy_coef must be in [0, inf), got -1.0"),
+        (["--gae-lambda", "1.1"], "gae_lambda must be in [0, 1], got 1.1"),
+        (["--max-ratio-change", "0"], "max_ratio_change must be > 0, got 0.0"),
+        (["--max-grad-norm", "0"], "max_grad_norm must be > 0, got 0.0"),
+        (["--env-id", "Probe-v0"], "there is no expert of ours for Probe-v0: give it a --dataset"),
+    ],
 }
 ALL_WRONG_FLAGS = [
     pytest.param(name, flags, line, id=f"{name} {' '.join(flags)}")
@@ -615,6 +663,7 @@ ALL_WRONG_FLAGS = [
     for flags, line in [
         *WRONG_FLAGS,
         *(DATA_WRONG_FLAGS if name in WITH_DATA else ()),
+        *(REWARD_WRONG_FLAGS if name in WITH_REWARDS else ()),
         *(OFFLINE_WRONG_FLAGS if name in OFFLINE else ()),
         *OWN_WRONG_FLAGS[name],
     ]
@@ -775,6 +824,7 @@ def test_full_disk(algo, tiny, tmp_path):
         online = " --total-timesteps 20 --learning-starts 5 --hidden-dim 256"
         own |= {"rlpd": online, "mbpo": f"{online} --max-model-epochs 1"}
         own |= {"fqf": f"{online} --train-frequency 1"}
+        own |= {"gail": " --total-timesteps 20 --num-envs 2 --num-steps 5 --hidden-dim 256"}
         flags += own.get(algo.ALGO, " --total-updates 20")
         code = f"import runpy, sys; {limit} sys.argv = {[algo.__file__, *flags.split()]!r}\n"
         code += f"runpy.run_path({algo.__file__!r}, run_name='__main__')"

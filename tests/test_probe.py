@@ -7,7 +7,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import ALGOS, CLONING, OFFLINE, WITH_DATA, budget, load, save_rows
+from conftest import ALGOS, CLONING, OFFLINE, WITH_REWARDS, budget, load, save_rows
 
 
 def values(algo, args, obs, action):
@@ -52,8 +52,10 @@ def probe_args(algo, tiny):
         "fqf": {"learning_starts": 100, "target_interval": 20, "num_fractions": 8}
         # a Huber loss of a large kappa rounds quantiles off
         | {"fraction_learning_rate": 1e-3, "epsilon_final": 0.5, "kappa": 0.1},
+        "gail": {"num_envs": 4, "num_steps": 20, "gradient_penalty": 1.0}
+        | {"discriminator_updates": 8, "discriminator_learning_rate": 3e-3},
     }
-    scale = {"reward_scale": 1.0} if algo.ALGO in WITH_DATA else {}
+    scale = {"reward_scale": 1.0} if algo.ALGO in WITH_REWARDS else {}
     return replace(
         tiny,
         **scale,
@@ -68,7 +70,7 @@ def probe_args(algo, tiny):
 
 
 @pytest.mark.parametrize("length", [2, 7, 10])
-@pytest.mark.parametrize("algo", WITH_DATA, indirect=True)
+@pytest.mark.parametrize("algo", WITH_REWARDS, indirect=True)
 def test_S1_truncation_bootstraps(algo, probe_args, tmp_path, length):
     """0 -> 1 -> 0 -> ..., leaving 1 pays 1, cut every few steps, gamma 0.9. The cuts are no ends:
     V(0) = 0.9 V(1) and V(1) = 1 + 0.9 V(0), that is 4.737 and 5.263.
@@ -85,7 +87,7 @@ def test_S1_truncation_bootstraps(algo, probe_args, tmp_path, length):
     assert values(algo, args, [0, 1], [0.5, -0.5]) == pytest.approx(expected, abs=0.15)
 
 
-@pytest.mark.parametrize("algo", WITH_DATA, indirect=True)
+@pytest.mark.parametrize("algo", WITH_REWARDS, indirect=True)
 def test_termination_does_not_bootstrap(algo, probe_args, tmp_path):
     """The same with true ends on every step: the value is the reward."""
     obs = np.arange(500) % 2
@@ -159,7 +161,7 @@ def test_two_step_mdp_with_known_v(algo, probe_args, tmp_path, td_lambda):
     assert abs(greedy_action(algo, args, 0.0)) < 0.3
 
 
-@pytest.mark.parametrize("algo", WITH_DATA, indirect=True)
+@pytest.mark.parametrize("algo", WITH_REWARDS, indirect=True)
 def test_bandit_is_solved_and_cloning_is_not(algo, probe_args, tmp_path):
     """One step, reward -|a - 0.6|, data uniform on [-1, 1]: all move towards 0.6, cloning stays at
     the mean of the data, which is 0."""
@@ -306,3 +308,78 @@ def halves(tau, quantiles):
     """The heights of a staircase well below and well above tau = 1/2."""
     middle = (tau[1:] + tau[:-1]) / 2
     return quantiles[middle < 0.4].mean().item(), quantiles[middle > 0.6].mean().item()
+
+
+# ---- GAIL: the environment pays, but only the expert is followed
+
+
+@pytest.mark.parametrize("algo", ["gail"], indirect=True)
+@pytest.mark.parametrize("reward_type", ["softplus", "logsigmoid", "logit"])
+def test_expert_is_followed_and_not_the_reward(algo, probe_args, tmp_path, reward_type):
+    """The environment pays most for a = 0.5, the expert does -0.5."""
+    zeros, ends = np.zeros(200), np.zeros(200, bool)
+    path = save_rows(tmp_path / "d.npz", zeros, zeros - 0.5, zeros, zeros, ends, ends)
+    args = replace(probe_args, dataset=path, reward_type=reward_type, total_timesteps=8000)
+    algo.train(args)
+    assert greedy_action(algo, args) == pytest.approx(-0.5, abs=0.15)
+
+
+@pytest.mark.parametrize("algo", ["gail"], indirect=True)
+def test_discrete_expert_is_followed_and_not_the_reward(algo, probe_args, tmp_path):
+    """6 pays, the expert does 7."""
+    zeros, ends = np.zeros(200), np.zeros(200, bool)
+    path = save_rows(tmp_path / "d.npz", zeros, zeros + 7, zeros, zeros, ends, ends)
+    args = replace(probe_args, env_id="Choice-v0", dataset=path, total_timesteps=4000)
+    assert algo.train(args)["eval/return_mean"] == 0
+    assert greedy_action(algo, args) == 7
+
+
+@pytest.mark.parametrize("algo", ["gail"], indirect=True)
+@pytest.mark.parametrize("gae_lambda", [0.0, 0.95, 1.0])
+def test_S1_value_of_a_frozen_discriminator(algo, probe_args, gae_lambda):
+    """D = 1/2 pays log 2 in every step, truncated every tenth. Rewards are multiplied with
+    1 - gamma, so that V = log 2. A cut that counts as an end gives less than half of it."""
+    args = replace(probe_args, learn_discriminator=False, gae_lambda=gae_lambda, gamma=0.9)
+    algo.train(replace(args, total_timesteps=4000))
+    checkpoint = load(args.run_dir)
+    value, normalizer = algo.StateValue(1, args.hidden_dim), algo.Normalizer(torch.zeros(1, 1))
+    value.load_state_dict(checkpoint["value"])
+    normalizer.load_state_dict(checkpoint["normalizer"])
+    with torch.no_grad():
+        assert value(normalizer(torch.zeros(1, 1))).item() == pytest.approx(np.log(2), abs=0.03)
+
+
+class TwoRoomsEnv(gym.Env):
+    """Two states, at random; it pays for doing the wrong thing. Ten steps are truncated."""
+
+    observation_space = gym.spaces.Box(-1, 1, (1,), np.float32)
+    action_space = gym.spaces.Discrete(2)
+
+    def reset(self, seed=None, options=None):
+        super().reset(seed=seed)
+        self.room = self.np_random.integers(2)
+        return np.full(1, 2 * self.room - 1, np.float32), {}
+
+    def step(self, action):
+        reward = float(action != self.room)
+        self.room = self.np_random.integers(2)
+        return np.full(1, 2 * self.room - 1, np.float32), reward, False, False, {}
+
+
+@pytest.mark.parametrize("algo", ["gail"], indirect=True)
+@pytest.mark.parametrize("reward_type", ["softplus", "logsigmoid", "logit"])
+def test_expert_of_two_states_is_followed(algo, probe_args, tmp_path, reward_type):
+    """Action 0 in state -1, action 1 in state 1: a discriminator of states or of actions alone
+    could not tell, since both are as frequent as the policy's."""
+    gym.register("TwoRooms-v0", TwoRoomsEnv, max_episode_steps=10)
+    try:
+        room, ends = np.random.default_rng(0).integers(2, size=401), np.zeros(400, bool)
+        rows = (2 * room[:-1] - 1, room[:-1], room[:-1], 2 * room[1:] - 1, ends, ends)
+        args = replace(probe_args, env_id="TwoRooms-v0", dataset=save_rows(tmp_path / "d", *rows))
+        args = replace(args, dataset=f"{tmp_path}/d.npz", reward_type=reward_type)
+        args = replace(args, total_timesteps=8000)
+        assert algo.train(args)["eval/return_mean"] == 0
+        actions = [greedy_action(algo, args, state) for state in (-1.0, 1.0)]
+    finally:
+        del gym.envs.registry["TwoRooms-v0"]
+    assert actions == [0, 1]

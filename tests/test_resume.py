@@ -99,6 +99,16 @@ OWN_FLAGS = {
         "now-and-then": {"train_frequency": 7, "log_interval": 5, "learning_starts": 0},
         "cart-pole": {"env_id": "CartPole-v1"},
     },
+    "gail": {
+        "default": {},
+        "in-mid-rollout": {"num_steps": 7, "env_id": "Walk-v0", "dataset": "random:50"},
+        "four-environments": {"num_envs": 4, "num_steps": 3, "env_id": "Walk-v0"}
+        | {"dataset": "random:50", "eval_interval": 20},
+        "discrete": {"env_id": "Steps-v0", "dataset": "random:50", "absorbing": True},
+        "some-of-the-expert": {"num_expert_episodes": 20, "expert_subsampling": 2},
+        "frozen": {"learn_discriminator": False, "reward_type": "logit"},
+        "pendulum": {"env_id": "Pendulum-v1", "dataset": "random:50", "gradient_penalty": 0.0},
+    },
 }
 CASES = [
     pytest.param(name, flags, id=f"{name}-{case}")
@@ -197,6 +207,8 @@ OWN_PARTS = {
     | {"real", "imagined", "model", "num_updates", "episode", "episode_actions", "current_obs"},
     "fqf": {"network", "target_network", "proposal", "quantile_opt", "fraction_opt", "buffer"}
     | {"num_updates", "episode", "episode_actions", "current_obs"},
+    "gail": {"value", "discriminator", "normalizer", "opt", "discriminator_opt", "rollout"}
+    | {"num_updates", "episodes", "episode_actions", "current_obs"},
 }
 NUM_UPDATES = {  # of an optimiser in 20 updates, or steps
     ("awr", "actor_opt"): 15,  # V warms up for 5
@@ -205,6 +217,8 @@ NUM_UPDATES = {  # of an optimiser in 20 updates, or steps
     ("rlpd", "alpha_opt"): 16,
     **{("mbpo", f"{name}_opt"): 32 for name in ("critic", "actor", "alpha")},
     **{("fqf", f"{name}_opt"): 17 for name in ("quantile", "fraction")},
+    ("gail", "opt"): 32,  # four rollouts, eight epochs of one mini-batch each
+    ("gail", "discriminator_opt"): 16,
 }
 
 
@@ -353,10 +367,12 @@ def test_best_and_patience_survive_a_resume(algo, tiny, monkeypatch):
 def test_a_rate_of_almost_zero_stops_every_optimiser(algo, tiny, tmp_path):
     """Warm-up over a billion updates: no network may move, so no optimiser was forgotten."""
     algo.train(replace(tiny, warmup_updates=10**9))
-    own = {"fraction_learning_rate": 1e-30} if algo.ALGO == "fqf" else {}
+    own = {"fqf": "fraction_learning_rate", "gail": "discriminator_learning_rate"}
+    own = {own[algo.ALGO]: 1e-30} if algo.ALGO in own else {}
     fresh = replace(tiny, learning_rate=1e-30, run_dir=str(tmp_path / "fresh"), **own)
     algo.train(fresh)
     keys = {"awr": ("actor", "value"), "marwil": ("actor", "value"), "fqf": ("network", "proposal")}
+    keys |= {"gail": ("actor", "value", "discriminator")}
     for key in keys.get(algo.ALGO, ("actor", "critic")):
         moved = flat(load(tiny.run_dir), [key]) - flat(load(fresh.run_dir), [key])
         assert moved.abs().max() < 1e-7
@@ -427,6 +443,7 @@ def test_ctrl_c_saves_and_resume_is_bit_exact(algo, tmp_path):
         "awr": {"value_warmup": 100},
         "mbpo": {"max_model_epochs": 5},
         "fqf": {"learning_starts": 100, "train_frequency": 1},
+        "gail": {"num_envs": 2, "num_steps": 5, "total_timesteps": 2000},
     }.get(algo.ALGO, {})
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in own.items()]
     flags += ["--hidden-dim", "16"]
@@ -443,7 +460,7 @@ def test_ctrl_c_saves_and_resume_is_bit_exact(algo, tmp_path):
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGINT
     assert "SIGINT was received" in output
-    assert 10 <= load(tmp_path / "run")["step"] < 500
+    assert 10 <= load(tmp_path / "run")["step"] < own.get("total_timesteps", 500)
     resume = re.search(r"resume: python \S+ (--resume \S+)", output).group(1).split()
     subprocess.run([*command, *resume, "--quiet"], cwd=tmp_path, check=True)
     subprocess.run([*command, *flags, "--run-dir", "whole", "--quiet"], cwd=tmp_path, check=True)

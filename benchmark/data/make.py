@@ -35,6 +35,15 @@ pushes the way the car rolls, and random episodes, which never reach the flag.
 | :-- | :-- | --: | --: | --: | --: | --: |
 """
 FOOTER = """
+Demonstrations for GAIL, made by `python benchmark/data/make_experts.py`: whole episodes of trained
+agents of this repo, as they came, LunarLander's one crash in twenty included.
+
+| file | agent | episodes | rows | return mean | min | max |
+| :-- | :-- | --: | --: | --: | --: | --: |
+| CartPole-v1-expert.npz | AWR on the data above | 10 | 5,000 | 500.0 | 500.0 | 500.0 |
+| Pendulum-v1-expert.npz | RLPD | 20 | 4,000 | -143.1 | -357.6 | -0.5 |
+| LunarLander-v3-expert.npz | FQF | 20 | 4,994 | 230.1 | -416.5 | 320.7 |
+
 Some rows of the benchmark use datasets of other people, which are not ours to ship, and one that is
 too large. `run.py` looks for them in `runs/data/` and leaves those rows out if they are not there:
 
@@ -45,6 +54,9 @@ too large. `run.py` looks for them in `runs/data/` and leaves those rows out if 
 CS285 homework at seven levels of noise from none to random |
 | halfcheetah-replay-sac.npz | 20,000 | 329 | our own SAC from its first step on: \
 `python benchmark/data/make_replay.py` |
+| cartpole-expert-imitation.npz | 26,964 | 473 | 57 expert episodes that come with the tests of \
+the imitation library, in our layout |
+| pendulum-expert-imitation.npz | 11,200 | -189 | 56 such episodes |
 """
 
 
