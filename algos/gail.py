@@ -2,42 +2,49 @@
 
 Paper: "Generative Adversarial Imitation Learning", J. Ho, S. Ermon, 2016, arXiv:1606.03476.
 
-Idea: behave like an expert of whom there are only recordings, without ever seeing a reward. A
-discriminator D learns to tell the expert's states and actions from the policy's, and whatever it
-takes for the expert's is the reward of an ordinary policy-gradient method, here PPO. Cloning copies
+Idea: behave like an expert of whom there are only recordings, and learn from no other reward. A
+discriminator D learns to tell the expert's states and actions from the policy's, and what looks
+like the expert to it is rewarded, by an ordinary policy-gradient method, here PPO. Cloning copies
 actions in the expert's states alone; GAIL acts, and learns to come back where it went astray.
 
 Equations (f(s, a): the discriminator's output, D = sigmoid(f), 1 for the expert):
-    discriminator   minimise -log D of the expert's (s, a) - log(1 - D) of the policy's
-                     + lambda (|df/dx| - 1)^2 between them, - entropy_coef * entropy of D
-    reward          r = -log(1 - D) = softplus(f)     alternatives: log D, or f itself
-    advantage       delta_t = r_t + gamma (1 - terminated) V(s_{t+1}) - V(s_t)
-                    A_t = delta_t + gamma lambda (1 - done) A_{t+1}
+    discriminator   minimise -log D of the expert's (s, a) - log(1 - D) of the policy's,
+                    + gradient_penalty (|df/dx| - 1)^2 between them, - a little entropy of D
+    reward          r = -log(1 - D) = softplus(f)       alternatives: log D, or f itself
+    advantage       A_t = delta_t + gamma lambda (1 - done) A_{t+1}
+                    delta_t = r_t + gamma (1 - terminated) V(s_{t+1}) - V(s_t)
     value           minimise (A + V_old(s) - V(s))^2 / 2
     policy          maximise min(rho A, clip(rho, 1 - c, 1 + c) A), rho = pi(a|s) / pi_old(a|s),
-                    and, a little, the entropy of pi
+                    A normalised over the rollout, and a little entropy of pi
 
-softplus(f) is never negative: an agent that D does not fool is still paid for staying alive, in
-CartPole all that matters. Ask what the discriminator adds: --no-learn-discriminator freezes it, as
-it starts, at D = 1/2. With log D < 0 it pays to end an episode instead. --absorbing removes either.
+softplus(f) > 0: even an agent that fools nobody is paid for every step, and in CartPole nothing
+else counts. So ask what the discriminator adds: --no-learn-discriminator keeps it as it starts, at
+D = 1/2. log D < 0 charges for every step: it pays to end an episode. --absorbing removes both.
 
 Differences from the paper:
-    - PPO in place of TRPO, and mini-batches for D. The paper's D is 1 for the policy.
-    - Rewards are multiplied with 1 - gamma: V is then a mean reward, whatever gamma is.
+    - PPO in place of TRPO; mini-batches for D, which is 1 for the expert, not for the policy.
+    - The penalty, of WGAN-GP (arXiv:1704.00028), and D's entropy, of the authors' code.
     - One running normaliser of observations, for policy, V and D alike.
-    - --absorbing is not in the paper (it is Kostrikov et al. 2018, arXiv:1809.02925).
+    - Rewards are multiplied with 1 - gamma: V is then as large as a reward, whatever gamma is.
+    - --absorbing is Kostrikov et al. 2018 (arXiv:1809.02925); there, D sees one absorbing state per
+      end, here as many as the reward counts. The reward f is that of AIRL (arXiv:1710.11248).
 
 Shapes: T steps of a rollout, K environments, B batch, O observation, A action (discrete: one-hot),
 I = O + A + 1 inputs of D, E evaluation episodes. A scalar per transition is [B], never [B, 1].
 
 Run it:
     python algos/gail.py --env-id CartPole-v1
-    python algos/gail.py --env-id Pendulum-v1 --dataset expert.npz --num-expert-episodes 4
+    python algos/gail.py --env-id Pendulum-v1 --total-timesteps 200000
+
+The paper's set for CartPole, but for TRPO. A batch of 5,000 is a whole rollout:
+    python algos/gail.py --hidden-dim 100 --gamma 0.995 --gae-lambda 0.97 --num-steps 625 \\
+        --batch-size 5000 --discriminator-updates 1 --discriminator-learning-rate 0.01 \\
+        --gradient-penalty 0 --expert-subsampling 10 --total-timesteps 1500000
 
 Resume it:
     python algos/gail.py --resume runs/<run>
-Its episodes are played again, from their seeds: exact in any environment that is a function of seed
-and actions. A checkpoint has 0.2 MB, and the rollout so far.
+Its episodes are played again: exact in any environment that is a function of seed and actions. A
+checkpoint has 0.2 MB, and the rollout and the actions of the running episodes so far.
 """
 
 import csv
@@ -99,9 +106,9 @@ class Args:
     absorbing: bool = False  # reward what comes after an end, too: no bias to live or to die
     learn_discriminator: bool = True  # False: it stays at D = 1/2, a control
     discriminator_learning_rate: float = 1e-3  # of the discriminator (Adam)
-    discriminator_updates: int = 4  # of the discriminator, after every rollout
+    discriminator_updates: int = 16  # of the discriminator, after every rollout
     discriminator_entropy_coef: float = 1e-3  # how much D is drawn towards 1/2
-    gradient_penalty: float = 10.0  # lambda: how much the slope of f is drawn towards 1; 0: not
+    gradient_penalty: float = 1.0  # how much the slope of f is drawn towards 1; 0: not at all
     num_epochs: int = 8  # passes of PPO over a rollout
     gae_lambda: float = 0.95  # lambda of the advantages; 1: discounted sums, 0: one-step TD
     max_ratio_change: float = 0.2  # c, PPO's clip of pi / pi_old
@@ -186,6 +193,7 @@ def tanh_mlp(input_dim: int, hidden_dim: int, output_dim: int, output_gain: floa
         nn.Tanh(),
         nn.Linear(hidden_dim, output_dim),
     ]
+    # as usual with PPO: orthogonal, and with a small output_gain a policy without a preference
     for layer, gain in zip(layers[::2], (math.sqrt(2), math.sqrt(2), output_gain)):
         nn.init.orthogonal_(layer.weight, gain)
         nn.init.zeros_(layer.bias)
@@ -193,8 +201,8 @@ def tanh_mlp(input_dim: int, hidden_dim: int, output_dim: int, output_gain: floa
 
 
 class Gaussian(NamedTuple):
-    """pi(.|s) over continuous actions: Normal(mean, std) in every dimension. Samples are clipped to
-    [-1, 1] where they are played or judged; as a part of pi, they are not."""
+    """pi(.|s) over continuous actions: Normal(mean, std) in every dimension. A sample is clipped to
+    [-1, 1] where it is played or judged; log_prob is of what was drawn, before the clip."""
 
     mean: torch.Tensor  # [B, A]
     log_std: torch.Tensor  # [A], the same in every state
@@ -282,13 +290,13 @@ class Discriminator(nn.Module):
 def discriminator_input(
     obs: torch.Tensor, action: torch.Tensor, absorbing: torch.Tensor
 ) -> torch.Tensor:
-    """[B, O] normalised, [B, A], [B] -> [B, O + A + 1]
+    """[.., O] normalised, [.., A], [..] -> [.., I]
 
     The expert's actions are in [-1, 1]: without the clip, an action outside would give the policy
     away. An absorbing state, which follows an end, has no observation and no action, only its mark.
     """
     assert obs.shape[:-1] == action.shape[:-1] == absorbing.shape
-    absorbing = absorbing.unsqueeze(-1)  # [B, 1]
+    absorbing = absorbing.unsqueeze(-1)  # [.., 1]
     is_state = 1 - absorbing
     return torch.cat([is_state * obs, is_state * action.clamp(-1, 1), absorbing], dim=-1)
 
@@ -326,13 +334,14 @@ def expert_rows(
     from a random first one on. And how many terminations there are per step in those episodes."""
     last = torch.nonzero(dataset.terminated | dataset.truncated)[:num_episodes, 0].tolist()
     if num_episodes is not None and len(last) < num_episodes:
-        raise InputError(f"num_expert_episodes must be <= {len(last)}, all that there are")
+        limit = f"<= {len(last)}, the episodes of the dataset"
+        raise InputError(f"num_expert_episodes must be {limit}, got {num_episodes}")
     rng, first, rows = np.random.default_rng(seed), 0, []
     for end in last:
         rows += range(first + rng.integers(subsampling), end + 1, subsampling)
         first = end + 1
-    if len(rows) < 2:
-        raise InputError(f"expert_subsampling {subsampling} leaves {len(rows)} rows: lower it")
+    if not rows:
+        raise InputError(f"expert_subsampling {subsampling} leaves no row: lower it")
     return torch.tensor(rows), dataset.terminated[:first].float().mean().item()
 
 
@@ -369,23 +378,35 @@ class Buffer:
             field[: self.size] = state[name].numpy()
 
 
+def absorbing_share(end_rate: float | torch.Tensor, gamma: float) -> float | torch.Tensor:
+    """The share of absorbing states, if every end is followed by 1 / (1 - gamma) of them: as many
+    as a reward after the end counts, 1 + gamma + gamma^2 + ... end_rate: terminations per step."""
+    return end_rate / (end_rate + 1 - gamma)
+
+
 def draw_inputs(
     normalizer: Normalizer,
     obs: torch.Tensor,
     action: torch.Tensor,
-    absorbing_share: float,
+    share: float | torch.Tensor,
     batch_size: int,
     generator: torch.Generator,
 ) -> torch.Tensor:
-    """A batch for the discriminator, of the expert's rows or of the policy's, [N, O] and [N, A]: by
-    one code, so that nothing but the behaviour can tell them apart. -> [B, I]"""
+    """A batch for the discriminator, of the expert's rows or of the policy's, [N, O] and [N, A], a
+    share of it absorbing. The same code for both: only behaviour may tell them apart. -> [B, I]"""
     index = torch.randint(len(obs), (batch_size,), device=obs.device, generator=generator)
     uniform = torch.rand(batch_size, device=obs.device, generator=generator)
-    absorbing = (uniform < absorbing_share).float()  # [B]
+    absorbing = (uniform < share).float()  # [B]
     return discriminator_input(normalizer(obs[index]), action[index], absorbing)
 
 
 # ---- losses
+
+
+def bernoulli_entropy(logit: torch.Tensor) -> torch.Tensor:
+    """mean H(D) = mean -D log D - (1 - D) log(1 - D), at most log 2. [B] -> scalar"""
+    # -log(1 - D) = softplus(f) and -log D = softplus(f) - f, so that H = softplus(f) - D f
+    return (nn.functional.softplus(logit) - torch.sigmoid(logit) * logit).mean()
 
 
 def gail_loss(
@@ -397,18 +418,12 @@ def gail_loss(
     # log D = -softplus(-f), log(1 - D) = -softplus(f): finite where sigmoid rounds to 0 or 1
     expert_loss = nn.functional.softplus(-expert_logit).mean()
     policy_loss = nn.functional.softplus(policy_logit).mean()
-    return expert_loss + policy_loss - entropy_coef * bernoulli_entropy(expert_logit, policy_logit)
-
-
-def bernoulli_entropy(expert_logit: torch.Tensor, policy_logit: torch.Tensor) -> torch.Tensor:
-    """mean H(D) = mean -D log D - (1 - D) log(1 - D), at most log 2. [B], [B] -> scalar"""
-    logit = torch.cat([expert_logit, policy_logit])  # [2B]
-    # -log(1 - D) = softplus(f) and -log D = softplus(f) - f
-    return (nn.functional.softplus(logit) - torch.sigmoid(logit) * logit).mean()
+    entropy = bernoulli_entropy(torch.cat([expert_logit, policy_logit]))
+    return expert_loss + policy_loss - entropy_coef * entropy
 
 
 def slope_penalty(slope: torch.Tensor) -> torch.Tensor:
-    """mean (|df/dx| - 1)^2: f may not become a cliff between the two. [B, I] -> scalar"""
+    """mean (|df/dx| - 1)^2: neither flat nor a cliff between the two. [B, I] -> scalar"""
     assert slope.dim() == 2
     return ((slope.norm(dim=1) - 1) ** 2).mean()
 
@@ -420,12 +435,6 @@ def gail_reward(logit: torch.Tensor, reward_type: str) -> torch.Tensor:
     if reward_type == "logsigmoid":
         return nn.functional.logsigmoid(logit)
     return logit
-
-
-def absorbing_share(end_rate: float | torch.Tensor, gamma: float) -> float | torch.Tensor:
-    """The share of absorbing states, if every end is followed by 1 / (1 - gamma) of them, which is
-    as far as the discount looks. end_rate: terminations per step."""
-    return end_rate / (end_rate + 1 - gamma)
 
 
 def gae(
@@ -660,11 +669,9 @@ EVALUATE_MAY_CHANGE = (
     "eval_episodes eval_seed record capture_video quiet device torch_threads evaluate"
 )
 BIAS = {  # what a reward teaches beside imitation
-    "softplus": "softplus(f) > 0 pays for every step that an episode goes on: compare it with"
-    " --no-learn-discriminator, or add --absorbing",
-    "logsigmoid": "logsigmoid(f) < 0 charges for every step, so that it pays to end an episode:"
-    " add --absorbing if the expert's go on",
-    "logit": "f may be of either sign: what it pays for an episode that goes on may change",
+    "softplus": "softplus(f) > 0 pays for every step: compare it with --no-learn-discriminator",
+    "logsigmoid": "log D < 0 charges for every step, so that it pays to end",
+    "logit": "f can pay for going on or for an end",
 }
 
 
@@ -705,6 +712,7 @@ def train(args: Args) -> dict[str, float]:
     obs_dim, action_dim, discrete = check_spaces(envs[0])
     total, rollout_size = args.total_timesteps, args.num_steps * args.num_envs
     updates_per_rollout = args.num_epochs * math.ceil(rollout_size / args.batch_size)
+    # what is left of the budget after whole rollouts is played, but not learned from
     total_updates = total // rollout_size * updates_per_rollout
     if total_updates == 0:
         raise InputError(
@@ -727,7 +735,7 @@ def train(args: Args) -> dict[str, float]:
     # data: of the expert, states and actions alone
     spec = args.dataset
     if spec == "auto":
-        shipped = common.SHIPPED / f"{args.env_id}-expert.npz"
+        shipped = common.SHIPPED / f"{envs[0].spec.id}-expert.npz"
         if not shipped.is_file():
             raise InputError(f"there is no expert of ours for {args.env_id}: give it a --dataset")
         spec = str(shipped)
@@ -745,8 +753,8 @@ def train(args: Args) -> dict[str, float]:
     value = StateValue(obs_dim, args.hidden_dim).to(device)
     discriminator = Discriminator(obs_dim + action_dim + 1, args.hidden_dim).to(device)
     normalizer = Normalizer(expert_obs)
-    learned = [*actor.parameters(), *value.parameters()]
-    opt = torch.optim.Adam(learned, args.learning_rate, eps=1e-5, fused=True)  # PPO's eps
+    ppo_parameters = [*actor.parameters(), *value.parameters()]
+    opt = torch.optim.Adam(ppo_parameters, args.learning_rate, eps=1e-5, fused=True)
     discriminator_opt = torch.optim.Adam(
         discriminator.parameters(), args.discriminator_learning_rate, fused=True
     )
@@ -776,20 +784,24 @@ def train(args: Args) -> dict[str, float]:
         rollout.load_state(checkpoint["rollout"])
         step, log_position = checkpoint["step"], checkpoint["log_position"]
         num_updates, episodes = checkpoint["num_updates"], checkpoint["episodes"]
-        episode_actions = [list(actions.numpy()) for actions in checkpoint["episode_actions"]]
+        episode_actions = [
+            list(actions.clone().numpy()) for actions in checkpoint["episode_actions"]
+        ]
         best_return, evals_since_best = checkpoint["best_return"], checkpoint["evals_since_best"]
     starts = [
         start_episode(env, args.seed, episode, actions)
         for env, episode, actions in zip(envs, episodes, episode_actions)
     ]
-    current_obs = np.stack([obs for obs, _ in starts])  # [K, O]
+    current_obs = np.stack([obs for obs, _ in starts]).astype(np.float32)  # [K, O]
     returns_so_far = [episode_return for _, episode_return in starts]
     is_fresh, first_update = not args.resume, num_updates
-    if args.resume and not np.array_equal(current_obs, checkpoint["current_obs"].numpy()):
-        raise InputError(f"{args.env_id} plays another episode from the same seed: no resume")
+    if args.resume:
+        if not np.array_equal(current_obs, checkpoint["current_obs"].numpy()):
+            raise InputError(f"{args.env_id} plays another episode from the same seed: no resume")
+        del checkpoint  # its file is mapped into memory
     args = replace(args, resume=None)
     if args.compile:
-        for network in (actor, value):  # a compiled discriminator would have no slope
+        for network in (actor, value):  # the discriminator needs a second derivative, for its slope
             network.compile()
 
     try:
@@ -805,7 +817,8 @@ def train(args: Args) -> dict[str, float]:
         f"\nrun: {run_dir} on {device}"
     )
     if not args.absorbing:
-        logger.line(f"note: {BIAS[args.reward_type]}")
+        bias = BIAS[args.reward_type]
+        logger.line(f"note: where episodes can end, {bias}; --absorbing removes this bias")
     policy = make_policy(actor, normalizer, action_space)
     evaluation = (policy, args.env_id, args.eval_episodes, args.eval_seed)
     if is_fresh:
@@ -831,7 +844,7 @@ def train(args: Args) -> dict[str, float]:
                 episode_actions[i].append(taken[i])
                 returns_so_far[i] += float(env_reward)
             rollout.add(current_obs, action, next_obs, terminated, truncated)
-            current_obs = next_obs.copy()
+            current_obs = next_obs
             for i, env in enumerate(envs):
                 if terminated[i] or truncated[i]:  # reset in the same step: no row between episodes
                     logger.scalars(step, {"charts/episodic_return": returns_so_far[i]})
@@ -842,13 +855,14 @@ def train(args: Args) -> dict[str, float]:
 
             has_update = rollout.size == args.num_steps
             if has_update:
+                # once per rollout, as usual with PPO, and for the discriminator alike
                 factor = lr_factor(
                     num_updates + 1, total_updates, args.lr_schedule, args.warmup_updates
                 )
                 opt.param_groups[0]["lr"] = args.learning_rate * factor
                 rate = args.discriminator_learning_rate * factor
                 discriminator_opt.param_groups[0]["lr"] = rate
-                raw_obs, action, next_obs, terminated, truncated = rollout.tensors(device)
+                raw_obs, action, raw_next_obs, terminated, truncated = rollout.tensors(device)
                 rollout.size = 0
 
                 # 2. discriminator: tell the expert's steps from those of this rollout
@@ -875,19 +889,21 @@ def train(args: Args) -> dict[str, float]:
                         )  # [B, I]
                         penalty = args.gradient_penalty * slope_penalty(slope)
                         discriminator_loss = discriminator_loss + penalty
-                    if args.learn_discriminator:
+                    if args.learn_discriminator:  # a frozen one draws the same numbers, for the log
                         discriminator_opt.zero_grad()
                         discriminator_loss.backward()
                         discriminator_opt.step()
 
                 # 3. reward the rollout with the discriminator as it is now
-                obs, next_obs = normalizer(raw_obs), normalizer(next_obs)  # [T, K, O], [T, K, O]
+                obs, next_obs = normalizer(raw_obs), normalizer(raw_next_obs)  # [T, K, O] both
                 with torch.no_grad():
                     inputs = discriminator_input(obs, action, torch.zeros_like(terminated))
-                    reward = gail_reward(discriminator(inputs), args.reward_type)  # [T, K]
+                    step_reward = gail_reward(discriminator(inputs), args.reward_type)  # [T, K]
+                    reward = step_reward
                     if args.absorbing:
-                        mark = torch.eye(obs_dim + action_dim + 1, device=device)[-1]  # [I]
-                        end_reward = gail_reward(discriminator(mark), args.reward_type)
+                        mark = torch.ones_like(terminated[0, 0])
+                        absorbing_input = discriminator_input(obs[0, 0], action[0, 0], mark)  # [I]
+                        end_reward = gail_reward(discriminator(absorbing_input), args.reward_type)
                         # after an end, for ever: gamma + gamma^2 + ...
                         reward = reward + terminated * args.gamma / (1 - args.gamma) * end_reward
                     reward = (1 - args.gamma) * reward
@@ -898,9 +914,8 @@ def train(args: Args) -> dict[str, float]:
                         reward, v, next_v, terminated, truncated, args.gamma, args.gae_lambda
                     )
                     returns = advantage + v  # [T, K]
-                    explained = 1 - advantage.var(correction=0) / (
-                        returns.var(correction=0) + 1e-20
-                    )
+                    unexplained = advantage.var(correction=0) / (returns.var(correction=0) + 1e-20)
+                    # over the rollout: in a mini-batch, a step's sign would hang on its neighbours
                     std = advantage.std(correction=0)
                     advantage = (advantage - advantage.mean()) / (std + 1e-8)
                     old_log_prob = actor(obs).log_prob(action)  # [T, K]
@@ -922,49 +937,57 @@ def train(args: Args) -> dict[str, float]:
                         loss = actor_loss + value_loss - args.policy_entropy_coef * pi.entropy()
                         opt.zero_grad()
                         loss.backward()
-                        nn.utils.clip_grad_norm_(learned, args.max_grad_norm)
+                        nn.utils.clip_grad_norm_(ppo_parameters, args.max_grad_norm)
                         opt.step()
 
                 # 6. observations: only now, since pi_old saw them through the old statistics
                 normalizer.update(raw_obs.flatten(0, 1))
 
             # 7. log, evaluate, stop, save
+            if has_update:
+                losses = {
+                    "losses/discriminator": discriminator_loss.item(),
+                    "losses/actor": actor_loss.item(),
+                    "losses/value": value_loss.item(),
+                }
+                for name, loss in losses.items():
+                    if not math.isfinite(loss):
+                        message = f"{name} is {loss} at step {step}: it diverged"
+                        rates = "--learning-rate or --discriminator-learning-rate"
+                        raise InputError(f"{message}; lower {rates}")
             if has_update and is_due(step, args.log_interval, rollout_size):
                 seconds = logger.seconds() - logger.first_second
-                log_ratio = log_prob.detach() - old_log_prob  # [B]
+                log_ratio = log_prob.detach() - old_log_prob  # [B], of the last mini-batch
                 ratio = log_ratio.exp()
+                is_clipped = (ratio - 1).abs() > args.max_ratio_change
+                logit = torch.cat([expert_logit, policy_logit])  # [2B]
                 statistics = {
                     "charts/env_steps_per_second": (step - logger.first_step) / seconds,
                     "charts/updates_per_second": (num_updates - first_update) / seconds,
                     "charts/learning_rate": opt.param_groups[0]["lr"],
-                    "losses/discriminator": discriminator_loss.item(),
-                    "losses/actor": actor_loss.item(),
-                    "losses/value": value_loss.item(),
+                    **losses,
                     "stats/accuracy_expert": (expert_logit > 0).float().mean().item(),
                     "stats/accuracy_policy": (policy_logit < 0).float().mean().item(),
                     "stats/logit_expert": expert_logit.mean().item(),
                     "stats/logit_policy": policy_logit.mean().item(),
-                    "stats/gail_reward": reward.mean().item() / (1 - args.gamma),
-                    "stats/explained_variance": explained.item(),
+                    "stats/discriminator_entropy": bernoulli_entropy(logit).item(),
+                    "stats/gail_reward": step_reward.mean().item(),
+                    "stats/explained_variance": 1 - unexplained.item(),
                     "stats/approx_kl": (ratio - 1 - log_ratio).mean().item(),
-                    "stats/ratio_clipped": ((ratio - 1).abs() > args.max_ratio_change)
-                    .float()
-                    .mean()
-                    .item(),
+                    "stats/ratio_clipped": is_clipped.float().mean().item(),
                     **pi.statistics(),
                 }
+                if args.absorbing:
+                    statistics["stats/end_reward"] = end_reward.item()
                 logger.scalars(step, statistics)
                 logger.progress(step)
-                for name in ("losses/discriminator", "losses/actor", "losses/value"):
-                    if not math.isfinite(statistics[name]):
-                        message = f"{name} is {statistics[name]} at step {step}: it diverged"
-                        rates = "--learning-rate or --discriminator-learning-rate"
-                        raise InputError(f"{message}; lower {rates}")
             is_best = False
             if step == total:
                 stop_reason = "the budget is spent"
-            # evaluate if there was an update since: else patience would run out in one rollout
-            is_new = step // rollout_size > max(step - args.eval_interval, 0) // rollout_size
+            # evaluate if there was an update since it was last due: else patience would run out
+            last_multiple = (step - args.num_envs) // args.eval_interval * args.eval_interval
+            last_due = math.ceil(last_multiple / args.num_envs) * args.num_envs
+            is_new = step // rollout_size > last_due // rollout_size
             if step == total or (is_new and is_due(step, args.eval_interval, args.num_envs)):
                 eval_returns = common.evaluate(*evaluation)
                 logger.evaluation(step, eval_returns)
@@ -978,7 +1001,7 @@ def train(args: Args) -> dict[str, float]:
             if stop_signal.number and not stop_reason:
                 stop_reason = f"{signal.Signals(stop_signal.number).name} was received"
                 exit_signal = stop_signal.number
-            is_save_due = stop_reason or is_due(step, args.checkpoint_interval, args.num_envs)
+            is_save_due = bool(stop_reason) or is_due(step, args.checkpoint_interval, args.num_envs)
             if is_best or is_save_due:
                 policy_state = {"algo": ALGO, "args": asdict(args), "step": step}
                 policy_state |= {"actor": actor.state_dict()}

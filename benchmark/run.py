@@ -208,28 +208,49 @@ TABLE += [
     for variant, flags in FQF_ABLATIONS.items()
 ]
 # GAIL, and what makes its returns mean something: a discriminator that is frozen before it learned
-# anything, and an "expert" that acts at random. Behaviour cloning of the same episodes is MARWIL's.
-GAIL_VARIANTS = {
+# anything, and an "expert" that acts at random. Behaviour cloning of the same rows is MARWIL's.
+EXPERT = "benchmark/data/{}-expert.npz"
+GAIL_TASKS = {
+    "CartPole-v1": ("--total-timesteps 100000 --eval-interval 5000", 0.3),
+    "Pendulum-v1": ("--total-timesteps 200000 --eval-interval 10000", 0.6),
+    "LunarLander-v3": ("--total-timesteps 400000 --eval-interval 20000", 1.5),
+}
+CONTROLS = {
     "default": "",
     "frozen": "--no-learn-discriminator",
     "random-expert": "--dataset random:5000",  # the last --dataset counts
 }
-GAIL_VARIANTS |= {
+FEW = {"num_expert_episodes": 4, "expert_subsampling": 10}  # hardly enough to clone
+GAIL_VARIANTS = CONTROLS | {
     f"absorbing-{name}".removesuffix("-default"): f"{flags} --absorbing"
-    for name, flags in GAIL_VARIANTS.items()
+    for name, flags in CONTROLS.items()
 }
-GAIL_TASKS = {
-    "CartPole-v1": ("--total-timesteps 100000 --eval-interval 5000", 0.3),
-    "Pendulum-v1": ("--total-timesteps 200000 --eval-interval 10000", 0.6),
-    "LunarLander-v3": ("--total-timesteps 600000 --eval-interval 30000", 2.0),
-}
+GAIL_VARIANTS["few"] = " ".join(f"--{name.replace('_', '-')} {n}" for name, n in FEW.items())
 FIXED_LENGTH = ("Pendulum-v1",)  # where nothing ends, --absorbing changes nothing
 TABLE += [
-    Row("gail", env_id, f"benchmark/data/{env_id}-expert.npz", variant, f"{task} {flags}", minutes)
+    Row("gail", env_id, EXPERT.format(env_id), variant, f"{task} {flags}", minutes)
     for env_id, (task, minutes) in GAIL_TASKS.items()
     for variant, flags in GAIL_VARIANTS.items()
     if env_id not in FIXED_LENGTH or "absorbing" not in variant
 ]
+GAIL_ABLATIONS = {
+    "4-updates": "--discriminator-updates 4",
+    "no-penalty": "--gradient-penalty 0",
+    "penalty-10": "--gradient-penalty 10",
+    "logit-absorbing": "--reward-type logit --absorbing",
+}
+TABLE += [
+    Row("gail", env_id, EXPERT.format(env_id), variant, f"{task} {flags}", 1.5, "gail-ablation")
+    for env_id, task in (("LunarLander-v3", GAIL_TASKS["LunarLander-v3"][0]),)
+    for variant, flags in GAIL_ABLATIONS.items()
+]
+PAPER = (  # but for TRPO; with this batch size, the discriminator sees a whole rollout at once
+    "--hidden-dim 100 --gamma 0.995 --gae-lambda 0.97 --num-steps 625 --batch-size 5000"
+    " --discriminator-updates 1 --discriminator-learning-rate 0.01 --gradient-penalty 0"
+    " --expert-subsampling 10 --total-timesteps 1500000 --eval-interval 50000"
+)
+POLE_EXPERT = ("CartPole-v1", EXPERT.format("CartPole-v1"))
+TABLE += [Row("gail", *POLE_EXPERT, "paper", PAPER, 4.0, "gail-ablation")]
 THEIR_EXPERTS = {  # recordings that come with the imitation library
     "CartPole-v1": ("runs/data/cartpole-expert-imitation.npz", ("default", "absorbing")),
     "Pendulum-v1": ("runs/data/pendulum-expert-imitation.npz", ("default",)),
@@ -240,12 +261,10 @@ TABLE += [
     for (task, minutes), few in ((GAIL_TASKS[env_id], "--num-expert-episodes 10"),)
     for variant in variants
 ]
-TABLE += [
-    Row("marwil", env_id, dataset, "bc", "--beta 0", 0.8)
-    for env_id in GAIL_TASKS
-    for dataset in (f"benchmark/data/{env_id}-expert.npz", THEIR_EXPERTS.get(env_id, [None])[0])
-    if dataset
-]
+CLONED = [(env_id, EXPERT.format(env_id)) for env_id in GAIL_TASKS]
+CLONED += [(env_id, f"runs/data/{env_id}-few.npz") for env_id in GAIL_TASKS]
+CLONED += [(env_id, dataset) for env_id, (dataset, _) in THEIR_EXPERTS.items()]
+TABLE += [Row("marwil", *task, "bc", "--beta 0", 0.8) for task in CLONED]
 EVALUATION = "--eval-episodes 50"
 QUICK = "--eval-episodes 2 --hidden-dim 32"
 QUICK_OFFLINE = f"{QUICK} --total-updates 1200 --eval-interval 600"

@@ -324,10 +324,10 @@ def test_batch_of_one_and_dataset_of_one(algo, tiny, tmp_path):
     rows = {name: array[:1] for name, array in np.load(tiny.dataset).items()}
     np.savez(tmp_path / "one.npz", **rows)
     one = replace(tiny, dataset=str(tmp_path / "one.npz"), run_dir=str(tmp_path / "one"))
-    if algo.ALGO == "rlpd":  # it has rows of its own, and standardises nothing
+    if algo.ALGO not in OFFLINE:  # they have rows of their own
         assert algo.train(one)["step"] == 20
         return
-    with pytest.raises(algo.InputError, match=r"has a single row|leaves 1 rows"):
+    with pytest.raises(algo.InputError, match="has a single row"):
         algo.train(one)
 
 
@@ -642,9 +642,9 @@ OWN_WRONG_FLAGS = {
         (["--num-steps", "0"], "num_steps must be > 0, got 0"),
         (["--num-epochs", "0"], "num_epochs must be > 0, got 0"),
         (["--num-expert-episodes", "0"], "num_expert_episodes must be > 0, got 0"),
-        (["--num-expert-episodes", "11"], "num_expert_episodes must be <= 10, all that there are"),
+        (["--num-expert-episodes", "11"], "num_expert_episodes must be <= 10, the episodes"),
         (["--expert-subsampling", "0"], "expert_subsampling must be > 0, got 0"),
-        (["--expert-subsampling", "99999"], "expert_subsampling 99999 leaves 0 rows: lower it"),
+        (["--expert-subsampling", "99999"], "expert_subsampling 99999 leaves no row: lower it"),
         (["--discriminator-updates", "0"], "discriminator_updates must be > 0, got 0"),
         (["--discriminator-learning-rate", "0"], "discriminator_learning_rate must be > 0, got 0"),
         (["--discriminator-learning-rate", "inf"], "discriminator_learning_rate must be finite,"),

@@ -2,9 +2,9 @@
 learners and its logs after every rollout, but without the evaluation that it makes there. A step of
 one environment is what counts.
 
-8 environments (Gymnasium's SyncVectorEnv) x 128 steps, then 4 updates of the discriminator with 256
-rows of the expert and 256 of the policy, then PPO, 8 epochs of mini-batches of 256. All networks
-are 64 x 64 with tanh. The expert's 10 episodes and the learning rates are ours, too.
+8 environments (Gymnasium's SyncVectorEnv) x 128 steps, then 16 updates of the discriminator with
+256 rows of the expert and 256 of the policy, then PPO, 8 epochs of mini-batches of 256. All
+networks are 64 x 64 with tanh. The expert's 10 episodes and the learning rates are ours, too.
 
 It does less: no gradient penalty, no entropy of D, no normaliser of observations, no bootstrap from
 the last state of a truncated episode. An environment resets in a step of its own, which counts and
@@ -65,7 +65,7 @@ with tempfile.TemporaryDirectory() as folder:
             "gamma": 0.99,
             "gae_lambda": 0.95,
             "discriminator_learning_rate": 1e-3,
-            "discriminator_updates": 4,
+            "discriminator_updates": 16,
             "discriminator_batch_size": 256,
             "expert_dataset_kind": "npz",
             "expert_dataset_path": f"{folder}/expert.npz",

@@ -3,7 +3,7 @@ both learners and its logs (its default formats, log and csv, but not the screen
 evaluates nor saves. A step of one environment is what counts.
 
 8 environments (its make_vec_env: one after the other, each with a Monitor) x 128 steps, then PPO of
-Stable-Baselines3, 8 epochs of mini-batches of 256, then 4 updates of the discriminator with 256
+Stable-Baselines3, 8 epochs of mini-batches of 256, then 16 updates of the discriminator with 256
 rows of the expert and 256 of the policy. All networks are 64 x 64 with tanh (the discriminator's
 default is ReLU). The expert's 10 episodes and the learning rates are the same as ours.
 
@@ -82,7 +82,7 @@ with tempfile.TemporaryDirectory() as folder:
     trainer = GAIL(
         demonstrations=expert,
         demo_batch_size=256,
-        n_disc_updates_per_round=4,
+        n_disc_updates_per_round=16,
         venv=envs,
         gen_algo=ppo,
         reward_net=discriminator,

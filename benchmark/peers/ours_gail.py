@@ -3,7 +3,7 @@ train() itself on CartPole, with its rollouts, both learners and its logs (metri
 TensorBoard, after every rollout and every episode); without evaluations and checkpoints. A step of
 one environment is what counts.
 
-8 environments x 128 steps, then 4 updates of the discriminator with 256 rows of the expert and 256
+8 environments x 128 steps, then 16 updates of the discriminator with 256 rows of the expert and 256
 of the policy, then PPO, 8 epochs of mini-batches of 256. All networks are 64 x 64 with tanh.
 "no-penalty" is --gradient-penalty 0: the peers have none.
 """
@@ -41,7 +41,7 @@ with tempfile.TemporaryDirectory() as folder:
             num_steps=NUM_STEPS,
             batch_size=256,
             num_epochs=8,
-            discriminator_updates=4,
+            discriminator_updates=16,
             hidden_dim=64,
             learning_rate=1e-3,
             discriminator_learning_rate=1e-3,
