@@ -18,6 +18,7 @@ from benchmark import fqf_fractions, model_error, run, speed, weights
 
 sys.path.insert(0, str(ROOT / "benchmark" / "data"))
 import make
+import make_experts
 
 DATASETS = [("Pendulum-v1", make.PENDULUM), ("CartPole-v1", make.CART_POLE)]
 DATASETS += [("MountainCarContinuous-v0", make.MOUNTAIN_CAR)]
@@ -143,6 +144,18 @@ def test_table_of_the_shipped_datasets_is_current(env_id, behaviours):
     row = f"| {env_id} | all | {len(returns)} | {len(dataset):,} | {numbers}"
     assert row in (ROOT / "benchmark" / "data" / "README.md").read_text()
     assert all(name in (ROOT / "benchmark/data/README.md").read_text() for name in behaviours)
+
+
+@pytest.mark.parametrize("env_id", make_experts.EXPERTS)
+def test_table_of_the_shipped_experts_is_current(env_id):
+    file = common.SHIPPED / f"{env_id}-expert.npz"
+    dataset = common.load_dataset(str(file), common.make_env(env_id))
+    returns = dataset.episode_returns
+    numbers = f"{returns.mean():.1f} | {returns.min():.1f} | {returns.max():.1f} |"
+    row = f" | {len(returns)} | {len(dataset):,} | {numbers}"
+    lines = (ROOT / "benchmark" / "data" / "README.md").read_text().splitlines()
+    assert [line.endswith(row) for line in lines if line.startswith(f"| {file.name} |")] == [True]
+    assert len(returns) == make_experts.EXPERTS[env_id][2]
 
 
 def test_speed_table_by_hand():

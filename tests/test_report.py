@@ -243,6 +243,15 @@ def test_online_algorithms_stand_apart_and_ablations_beside_their_default(option
 # ---- curves
 
 
+def test_a_control_with_other_data_does_not_count_as_behaviour(tmp_path):
+    """The expert of the default is at 500; the random one of a control is not what was imitated."""
+    for variant, behaviour in (("default", 500), ("random-expert", 20)):
+        folder = tmp_path / f"gail__Env-v1__expert__{variant}" / "1"
+        write_run(folder, {0: 1, 300: 9}, behaviour)
+    group = ("gail", "Env-v1", "expert")
+    assert report.references(report.read_results(tmp_path), group)["behaviour"] == 500
+
+
 def test_early_stop_is_carried_forward(tmp_path):
     row = tmp_path / "crr__Env-v1__shipped__exp"
     write_run(row / "1", {0: 1, 10: 2, 20: 3, 30: 4})
