@@ -298,12 +298,19 @@ def figure(results: Results, group: tuple[str, ...], path: Path) -> None:
             label = f"{name} ({number(compare[name])})"
             style = {"color": color, "linestyle": dashes, "linewidth": 1.4, "zorder": 1}
             lines.append(axes.axhline(compare[name], label=label, **style))
+    # a curve may leave the picture on its way, or a control at -10,000 would flatten all others
+    ends = [line.get_ydata()[-1] for line in lines]
+    room = max(ends) - min(ends)
+    if room > 0 and axes.get_ylim()[0] < min(ends) - room:
+        highest = max(line.get_ydata().max() for line in lines[: len(variants)])
+        axes.set_ylim(min(ends) - room, max(highest, *ends) + 0.2 * room)
 
     num_seeds = span([len(runs) for runs in variants.values()])
     axes.set_title(f"{title(group)}  (IQM and 95 % interval, seeds: {num_seeds})", loc="left")
     axes.set_xlabel(unit(group))
     axes.set_ylabel("evaluation return")
     axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.locator_params(axis="x", nbins=6)  # more would touch each other
     axes.margins(x=0.01)
     axes.grid(color="0.92")
     axes.set_axisbelow(True)

@@ -295,6 +295,18 @@ def test_figure_draws_the_numbers(options, monkeypatch):
     assert legend == ["mean-exp", "bc", "a-low", "random (-3.5)", "behaviour (14.0)"]
 
 
+def test_one_fall_does_not_flatten_the_figure(tmp_path, monkeypatch):
+    """A curve that goes to -10,000 and comes back to 0 leaves the picture; its end is in it."""
+    from matplotlib.figure import Figure
+
+    write_run(tmp_path / "crr__Env-v1__shipped__good" / "1", {0: 0, 10: 50, 20: 100})
+    write_run(tmp_path / "crr__Env-v1__shipped__fallen" / "1", {0: 0, 10: -10_000, 20: 0})
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kwargs: drawn.append(self))
+    report.figure(report.read_results(tmp_path), GROUP, tmp_path / "x.png")
+    assert drawn[0].axes[0].get_ylim()[0] == -100
+
+
 def test_figure_file(options):
     results = report.read_results(options.results)
     paths = [options.figures / name for name in ("a.png", "b.png")]
