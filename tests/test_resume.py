@@ -218,7 +218,7 @@ NUM_UPDATES = {  # of an optimiser in 20 updates, or steps
     **{("mbpo", f"{name}_opt"): 32 for name in ("critic", "actor", "alpha")},
     **{("fqf", f"{name}_opt"): 17 for name in ("quantile", "fraction")},
     ("gail", "opt"): 32,  # four rollouts, eight epochs of one mini-batch each
-    ("gail", "discriminator_opt"): 16,
+    ("gail", "discriminator_opt"): 64,  # sixteen per rollout
 }
 
 
