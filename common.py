@@ -378,6 +378,12 @@ def returns_to_go(
 # ---- evaluation
 
 
+def reset_memory(policy: Policy) -> None:
+    """Before an episode. A policy that remembers has a method for it."""
+    if hasattr(policy, "reset"):
+        policy.reset()
+
+
 def evaluate(
     policy: Policy,
     env_id: str,
@@ -393,6 +399,7 @@ def evaluate(
     autoreset, no fake transition. Every step is appended to rows[i] if `rows` is given. A file that
     wraps its environments gives its own make_env.
     """
+    reset_memory(policy)
     envs = [make_env(env_id) for _ in range(episodes)]
     obs = np.stack([env.reset(seed=seed + i)[0] for i, env in enumerate(envs)])  # [E, O]
     returns = np.zeros(episodes)
@@ -453,6 +460,7 @@ def capture_video(
         env = make_env(env_id, render_mode="rgb_array")
         env = gym.wrappers.RecordVideo(env, folder, name_prefix=f"seed-{seed}")
         obs, _ = env.reset(seed=seed)
+        reset_memory(policy)
         done = False
         while not done:
             obs, _, terminated, truncated, _ = env.step(policy(obs[None])[0])

@@ -609,7 +609,7 @@ def load_networks(path: str, **overrides) -> tuple:
 
 
 def as_tensor(obs: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Vectors of any type as float32; images stay uint8, features() scales them."""
+    """Vectors of any type as float32; images stay uint8, the network scales them."""
     dtype = torch.uint8 if obs.ndim == 4 else torch.float32
     return torch.as_tensor(obs, dtype=dtype, device=device)
 

@@ -1,11 +1,13 @@
-"""Does FQF on Atari hold its memory, stop and go on? On Breakout, for a while.
+"""Does a run on Atari hold its memory, stop and go on? On Breakout, for a while.
 
     python benchmark/breakout.py --minutes 20
+    python benchmark/breakout.py --minutes 20 --algo dreamer
 
-First, a replay buffer of a million frames is filled, step by step, and its memory read off. Then
-algos/fqf.py plays Breakout with the paper's layers and a buffer that is full before it trains, so
-that nothing has a reason to grow. It is stopped by SIGTERM, resumed for a minute, stopped again.
-The resident memory, every ten seconds, goes to benchmark/results/breakout.csv.
+For FQF, a replay buffer of a million frames is filled first, step by step, and its memory read off.
+Then algos/fqf.py plays Breakout with the paper's layers, or algos/dreamer.py with --size small, and
+a buffer that is full before it trains, so that nothing has a reason to grow. It is stopped by
+SIGTERM, resumed for a minute, stopped again. The resident memory, every ten seconds, goes to
+benchmark/results/breakout.csv, or breakout_dreamer.csv.
 """
 
 import csv
@@ -18,16 +20,20 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import tyro
 
 ROOT = Path(__file__).resolve().parents[1]
 CAPACITY = 5_000
-COMMAND = (
-    f"--env-id ALE/Breakout-v5 --hidden-dim 512 --batch-size 32 --learning-rate 5e-5"
-    f" --buffer-capacity {CAPACITY} --learning-starts {CAPACITY} --total-timesteps 10000000"
-    " --eval-interval 5000 --log-interval 500 --torch-threads 1"
+GAME = (
+    f"--env-id ALE/Breakout-v5 --buffer-capacity {CAPACITY} --learning-starts {CAPACITY}"
+    " --total-timesteps 10000000 --eval-interval 5000 --log-interval 500 --torch-threads 1"
 )
+COMMANDS = {
+    "fqf": f"{GAME} --hidden-dim 512 --batch-size 32 --learning-rate 5e-5",
+    "dreamer": f"{GAME} --size small --replay-ratio 16 --eval-episodes 4",
+}
 FILL = """
 import sys, time
 sys.path.insert(0, sys.argv[1])
@@ -49,6 +55,7 @@ print(buffer.num_bytes() / 1e6, megabytes() - before)
 
 @dataclass
 class Options:
+    algo: Literal["fqf", "dreamer"] = "fqf"  # whose script plays
     minutes: float = 20  # of the first run
     results: Path = ROOT / "benchmark" / "results"  # where breakout.csv goes
 
@@ -71,16 +78,22 @@ def watch(command: list[str], minutes: float, phase: str, rows: list[dict]) -> s
     return output
 
 
-def main(options: Options) -> None:
+def fill_buffer() -> None:
     command = [sys.executable, "-c", FILL, str(ROOT)]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     computed, resident = map(float, result.stdout.split())
     print(f"a million frames: {computed:,.0f} MB computed, {resident:,.0f} MB resident", flush=True)
 
-    rows, script = [], [sys.executable, str(ROOT / "algos" / "fqf.py")]
+
+def main(options: Options) -> None:
+    if options.algo == "fqf":
+        fill_buffer()
+    rows, script = [], [sys.executable, str(ROOT / "algos" / f"{options.algo}.py")]
     with tempfile.TemporaryDirectory() as folder:
         place = ["--run-dir", f"{folder}/run"]
-        output = watch([*script, *COMMAND.split(), *place], options.minutes, "first", rows)
+        output = watch(
+            [*script, *COMMANDS[options.algo].split(), *place], options.minutes, "first", rows
+        )
         stopped = int(re.search(r"stopped at step ([\d,]+)", output).group(1).replace(",", ""))
         resume = shlex.split(re.search(r"resume: python \S+ (.*)", output).group(1))
         output = watch([*script, *resume], 1, "resumed", rows)
@@ -88,7 +101,8 @@ def main(options: Options) -> None:
         metrics = Path(folder, "run", "metrics.csv").read_text()
         losses = [float(line.split(",")[3]) for line in metrics.splitlines() if "losses/" in line]
     assert went_on > stopped and all(abs(loss) < 1e6 for loss in losses)
-    with open(options.results / "breakout.csv", "w", newline="") as file:
+    name = "breakout.csv" if options.algo == "fqf" else f"breakout_{options.algo}.csv"
+    with open(options.results / name, "w", newline="") as file:
         writer = csv.DictWriter(file, rows[0].keys())
         writer.writeheader()
         writer.writerows(rows)

@@ -38,7 +38,7 @@ IQM of behaviour cloning on the same data."""
 
 MAIN_VARIANT = {"crr": "mean-binary"}  # of each algorithm, beside the others; else "default"
 CLONES = ("marwil", "crr")  # whose behaviour cloning stands beside them all: the first there is
-ONLINE = ("rlpd", "mbpo", "fqf", "gail")  # counted in environment steps; apart from the others
+ONLINE = ("rlpd", "mbpo", "fqf", "gail", "dreamer")  # counted in steps; apart from the others
 ABLATIONS = {f"{algo}-ablation": algo for algo in ONLINE}  # whose default stands beside them
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart, without yellow (too pale).

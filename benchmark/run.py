@@ -26,6 +26,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import tyro
@@ -271,13 +272,25 @@ CLONED = [(env_id, EXPERT.format(env_id)) for env_id in GAIL_TASKS]
 CLONED += [(env_id, f"runs/data/{env_id}-few.npz") for env_id in GAIL_TASKS]
 CLONED += [(env_id, dataset) for env_id, (dataset, _) in THEIR_EXPERTS.items()]
 TABLE += [Row("marwil", *task, "bc", "--beta 0", 0.8) for task in CLONED]
+# Dreamer, on its own pixels, and on those of a game that others wrote
+TABLE += [Row("dreamer", "PixelCatch-v0", "none", "default", "", 9.0)]
+BREAKOUT = (
+    "--size mini --total-timesteps 40000 --replay-ratio 32 --horizon 15 --gamma 0.99"
+    " --actor-critic-learning-rate 2e-4 --policy-entropy-coef 1e-3 --eval-interval 2000"
+    " --checkpoint-interval 10000"
+)
+TABLE += [Row("dreamer", "MinAtar/Breakout-v1", "none", "default", BREAKOUT, 20.0)]
 EVALUATION = "--eval-episodes 50"
 QUICK = "--eval-episodes 2 --hidden-dim 32"
 QUICK_OFFLINE = f"{QUICK} --total-updates 1200 --eval-interval 600"
 QUICK_ONLINE = f"{QUICK} --total-timesteps 600 --eval-interval 600 --learning-starts 500"
 QUICK_GAIL = f"{QUICK} --total-timesteps 800 --eval-interval 800 --num-steps 50"
-ONLINE = ("rlpd", "mbpo", "fqf", "gail")  # counted in environment steps, not in updates
-WITHOUT_DATA = ("mbpo", "fqf")  # they have no such flag
+QUICK_DREAMER = (
+    "--eval-episodes 2 --total-timesteps 512 --eval-interval 512 --learning-starts 256"
+    " --sequence-length 8 --batch-size 64 --replay-ratio 8"
+)
+ONLINE = ("rlpd", "mbpo", "fqf", "gail", "dreamer")  # counted in environment steps, not in updates
+WITHOUT_DATA = ("mbpo", "fqf", "dreamer")  # they have no such flag
 RANDOM_EPISODES = 50  # of the uniform random policy, the zero of every table
 
 
@@ -306,7 +319,7 @@ class Run:
             return [*script, "--resume", os.path.relpath(self.run_dir, ROOT)]
         threads = max(1, (os.cpu_count() or 1) // options.jobs)
         quick = QUICK_ONLINE if self.row.algo in ONLINE else QUICK_OFFLINE
-        quick = QUICK_GAIL if self.row.algo == "gail" else quick
+        quick = {"gail": QUICK_GAIL, "dreamer": QUICK_DREAMER}.get(self.row.algo, quick)
         flags = f"{EVALUATION} {self.row.flags} {quick if options.quick else ''}".split()
         identity = ["--env-id", self.row.env_id]
         if self.row.algo not in WITHOUT_DATA:
@@ -335,6 +348,9 @@ class Run:
         rows = evaluations(self.run_dir / "metrics.csv")
         write_metrics(self.result_dir, rows)
         shutil.copy(self.run_dir / "args.json", self.result_dir)
+        dreams = sorted(self.run_dir.glob("dreams/*.png"))  # Dreamer's, one per evaluation
+        if dreams:
+            shutil.copy(dreams[-1], self.result_dir / "dream.png")
 
 
 PUBLISHED = ("eval/", "stats/behaviour", "stats/holdout_mse_", "stats/fresh_mse")
@@ -360,15 +376,21 @@ def write_metrics(folder: Path, rows: list[dict]) -> None:
 
 def evaluate_random_policy(env_id: str, results: Path) -> None:
     """The random column of every table."""
-    import common  # imports torch, which takes seconds
-
-    folder = results / f"random__{env_id}" / "1"
+    folder = results / f"random__{env_id}".replace("/", "-") / "1"
     if (folder / "metrics.csv").exists():
         return
-    space = common.make_env(env_id).action_space
+    import common  # imports torch, which takes seconds
+    from algos import dreamer  # registers PixelCatch, and MinAtar when it is made
+
+    make_env = partial(dreamer.make_env, image_size=32, from_pixels=False)
+    space = make_env(env_id).action_space
     space.seed(0)
     returns = common.evaluate(
-        lambda obs: [space.sample() for _ in obs], env_id, RANDOM_EPISODES, seed=10_000
+        lambda obs: [space.sample() for _ in obs],
+        env_id,
+        RANDOM_EPISODES,
+        10_000,
+        make_env=make_env,
     )
     value = {"step": 0, "seconds": 0, "key": "eval/return_mean", "value": f"{returns.mean():.7g}"}
     write_metrics(folder, [value])

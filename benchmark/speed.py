@@ -41,6 +41,7 @@ PACKAGES = {
     "sb3": "stable-baselines3==2.9.2",
     "mbrl": "mbrl==0.2.0",
     "tianshou": "tianshou==2.0.1",
+    "sheeprl": "sheeprl==0.8.4",
     "imitation": "imitation==1.0.1",  # brings Stable-Baselines3 2.2.1 and Gymnasium 0.29.1
 }
 NEWER = {"mbrl": "hydra-core==1.3.2 omegaconf==2.3.0"}  # it pins some that break on Python 3.11
@@ -58,10 +59,14 @@ PEERS = {  # of each algorithm: scripts in benchmark/peers/, named after a packa
     "fqf-loop": (),  # environment steps of a whole run
     "fqf-tree": ("tianshou_fqf",),  # draws and new priorities of the sum tree
     "gail-loop": ("imitation_gail", "axiomrl_gail"),  # environment steps of a whole run
+    "dreamer": ("sheeprl_dreamer",),
 }
 SCRIPT_KINDS = {"rlpd": "_sac", "sac": "_sac"}  # ours and limit; else those of the algorithm
 SCRIPT_KINDS |= {
-    algo: f"_{kind}" for kind in ("mbpo", "fqf", "gail") for algo in PEERS if kind in algo
+    algo: f"_{kind}"
+    for kind in ("mbpo", "fqf", "gail", "dreamer")
+    for algo in PEERS
+    if kind in algo
 }
 WITHOUT_LIMIT = ("fqf-loop", "fqf-tree", "gail-loop")  # they hardly multiply matrices
 VARIANTS = {  # of ours
@@ -76,6 +81,7 @@ UPDATES = {"awr": 1_000, "marwil": 1_000, "crr": 1_000, "rlpd": 200, "sac": 500}
 UPDATES |= {"mbpo-model": 200, "mbpo-rollout": 200_000, "mbpo-sac": 300}
 UPDATES |= {"fqf": 300, "fqf-atari": 20, "fqf-loop": 2_000, "fqf-tree": 128_000}
 UPDATES |= {"gail-loop": 8_192}  # 8 rollouts
+UPDATES |= {"dreamer": 2}  # one takes seconds
 TITLES = {"rlpd": "RLPD critic update", "sac": "SAC critic update"}
 TITLES |= {"mbpo-model": "MBPO step of the ensemble", "mbpo-sac": "MBPO update of SAC"}
 TITLES |= {"mbpo-rollout": "MBPO transition of a rollout"}
@@ -154,7 +160,7 @@ def measure_updates(algo: str, commands: dict[str, list[str]], options: Options)
 
 
 def rate(value: float) -> str:
-    return f"{value:,.0f}" if value >= 10 else f"{value:.1f}"
+    return f"{value:,.0f}" if value >= 10 else f"{value:.1f}" if value >= 1 else f"{value:.3f}"
 
 
 def speed_table(algo: str, rows: list[dict]) -> str:

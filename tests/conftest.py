@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from algos import awr, crr, fqf, gail, marwil, mbpo, rlpd
+from algos import awr, crr, dreamer, fqf, gail, marwil, mbpo, rlpd
 
 ALGOS = {"awr": awr, "marwil": marwil, "crr": crr, "rlpd": rlpd, "mbpo": mbpo, "fqf": fqf}
-ALGOS |= {"gail": gail}
+ALGOS |= {"gail": gail, "dreamer": dreamer}
 OFFLINE = ("awr", "marwil", "crr")
 WITH_REWARDS = (*OFFLINE, "rlpd")  # those that learn from the rewards of a dataset
 WITH_DATA = (*WITH_REWARDS, "gail")  # those that read a dataset
@@ -172,9 +172,12 @@ TINY_FLAGS = {  # so that 20 updates see everything that happens now and then
     | {"num_cosines": 8, "epsilon_steps": 15, "epsilon_final": 0.2, "learning_rate": 1e-2}
     | {"priority_beta_steps": 30, "n_steps": 1},
     "gail": {"num_envs": 1, "num_steps": 5, "lr_schedule": "constant"},
+    # 32 transitions in a batch: one update per step
+    "dreamer": {"num_envs": 1, "learning_starts": 4, "replay_ratio": 32.0, "sequence_length": 4}
+    | {"imagine_last": 2, "horizon": 2, "buffer_capacity": 100, "gamma": 0.99},
 }
-TINY_ENV = {"fqf": "Steps-v0"}  # else Probe-v0
-REAL_ENV = {"fqf": "CartPole-v1"}  # else Pendulum-v1
+TINY_ENV = {"fqf": "Steps-v0", "dreamer": "Steps-v0"}  # else Probe-v0
+REAL_ENV = {"fqf": "CartPole-v1", "dreamer": "CartPole-v1"}  # else Pendulum-v1
 ACTOR_LOSS = {"fqf": "losses/quantile"}  # of what acts; else losses/actor
 
 
@@ -201,6 +204,11 @@ def data(algo, dataset):
     return {"dataset": dataset} if algo.ALGO in WITH_DATA else {}
 
 
+def width(algo, hidden_dim):
+    """The flag, for those that have it; Dreamer has sizes, of which the smallest is the default."""
+    return {} if algo.ALGO == "dreamer" else {"hidden_dim": hidden_dim}
+
+
 def tiny_args(algo, dataset, run_dir):
     """Arguments of a run that takes a fraction of a second."""
     return algo.Args(
@@ -208,7 +216,7 @@ def tiny_args(algo, dataset, run_dir):
         **data(algo, dataset),
         **budget(algo, 20),
         batch_size=32,
-        hidden_dim=16,
+        **width(algo, 16),
         eval_interval=10,
         eval_episodes=2,
         checkpoint_interval=1000,
@@ -231,7 +239,7 @@ def load(run_dir, name="checkpoint.pt"):
 
 
 NETWORKS = ("actor", "value", "critic", "target_actor", "target_critic", "network", "proposal")
-NETWORKS += ("target_network", "discriminator", "normalizer")
+NETWORKS += ("target_network", "discriminator", "normalizer", "model", "slow_critic")
 
 
 def flat(checkpoint, keys=NETWORKS):

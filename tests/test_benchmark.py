@@ -11,10 +11,11 @@ import time
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, load
+import tyro
+from conftest import ALGOS, OFFLINE, ROOT, WITH_DATA, load
 
 import common
-from benchmark import fqf_fractions, model_error, run, speed, weights
+from benchmark import fqf_fractions, model_error, report, run, speed, weights
 
 sys.path.insert(0, str(ROOT / "benchmark" / "data"))
 import make
@@ -50,6 +51,40 @@ def test_every_row_has_a_script_and_a_name_of_its_own():
         task = (entry.env_id, entry.dataset)
         groups = {row.variant for row in run.TABLE if (row.env_id, row.dataset) == task}
         assert "bc" in groups or entry.dataset == "none"  # the column that no table may lack
+
+
+def test_every_algorithm_is_known_for_what_it_is():
+    assert set(run.ONLINE) == set(report.ONLINE) == ALGOS.keys() - set(OFFLINE)
+    assert set(run.WITHOUT_DATA) == ALGOS.keys() - set(WITH_DATA)
+    assert {row.algo for row in run.TABLE} == ALGOS.keys()
+
+
+@pytest.mark.parametrize("quick", [False, True])
+@pytest.mark.parametrize("algo", ALGOS)
+def test_flags_of_every_row_are_accepted(algo, quick, options):
+    options.quick = quick
+    commands = {}  # rows that differ in their task alone are checked once
+    for row in (row for row in run.TABLE if row.algo == algo):
+        command = run.Run(row, 1, options.runs, options.results).command(options)
+        commands[row.flags] = command
+    for python, script, *flags in commands.values():
+        assert (python, script) == (sys.executable, str(ROOT / "algos" / f"{algo}.py"))
+        ALGOS[algo].check_args(tyro.cli(ALGOS[algo].Args, args=flags))
+
+
+@pytest.mark.parametrize("env_id", ["PixelCatch-v0", "MinAtar/Breakout-v1"])
+def test_random_policy_of_environments_that_dreamer_makes(env_id, tmp_path, monkeypatch):
+    """A catch is 1 of 8 places: a mean return of -3/4, +-0.09 with 50 episodes. Breakout pays for
+    bricks alone."""
+    if env_id.startswith("MinAtar/"):
+        pytest.importorskip("minatar")
+    run.evaluate_random_policy(env_id, tmp_path)
+    file = tmp_path / f"random__{env_id.replace('/', '-')}" / "1" / "metrics.csv"
+    value = float(file.read_text().split(",")[-1])
+    low, high = (-1, -0.4) if env_id == "PixelCatch-v0" else (0, 2)
+    assert low < value < high
+    published = ROOT / "benchmark" / "results" / file.relative_to(tmp_path)
+    assert published.read_text() == file.read_text()
 
 
 def test_runs_skips_and_reports_failures(options, monkeypatch, capsys):

@@ -179,6 +179,24 @@ OWN_FLAGS = {  # these change training, too
         "policy_entropy_coef": 0.5,
         "max_grad_norm": 1e-3,
     },
+    "dreamer": {
+        "env_id": "CartPole-v1",
+        "total_timesteps": 21,
+        "size": "mini",
+        "num_envs": 2,
+        "learning_starts": 6,
+        "buffer_capacity": 9,
+        "replay_ratio": 16.0,
+        "sequence_length": 2,
+        "free_nats": 100.0,
+        "actor_critic_learning_rate": 2e-3,
+        "imagine_last": 3,
+        "horizon": 3,
+        "td_lambda": 0.5,
+        "policy_entropy_coef": 0.5,
+        "replay_critic_coef": 0.0,
+        "tau": 0.5,
+    },
 }
 LEAVES_TRAINING = {
     "eval_interval": 3,
@@ -204,7 +222,7 @@ OWN_FLAGS_THAT_LEAVE_TRAINING = {
     },
 }
 ELSEWHERE = {"run_dir", "resume", "evaluate", "record", "capture_video", "compile"}
-ELSEWHERE_OF = {"rlpd": {"record_replay"}, "fqf": {"plot"}}
+ELSEWHERE_OF = {"rlpd": {"record_replay"}, "fqf": {"plot"}, "dreamer": {"from_pixels"}}
 
 
 def flags_of(name):
@@ -213,6 +231,8 @@ def flags_of(name):
     changes |= {"dataset": "random:100"} if name in WITH_DATA else {}
     changes |= REWARD_FLAGS if name in WITH_REWARDS else {}
     changes |= OFFLINE_FLAGS if name in OFFLINE else {}
+    if name == "dreamer":  # it has sizes
+        changes.pop("hidden_dim")
     return changes, LEAVES_TRAINING | OWN_FLAGS_THAT_LEAVE_TRAINING.get(name, {})
 
 
@@ -244,6 +264,8 @@ def test_flag(algo, name, baseline, tmp_path, run):
         args = replace(args, **data(algo, "random:100"))
     if name == "data_in_buffer":
         args = replace(args, offline_batch_ratio=0.0)
+    if name == "num_envs" and algo.ALGO == "dreamer":  # each needs a sequence
+        args = replace(args, learning_starts=8)
     code, out, err = run(*as_flags(args))
     assert (code, err) == (0, "")
     assert bool(out) == (not args.quiet)
@@ -291,6 +313,7 @@ def test_checkpoint_interval(algo, tiny, monkeypatch):
 
 def test_choices_are_checked_from_python_too(algo, tiny):
     own = {"crr": ("weight_type", "advantage_type"), "gail": ("reward_type",)}
+    own |= {"dreamer": ("size",)}
     for name in ("lr_schedule", "device", *own.get(algo.ALGO, ())):
         with pytest.raises(algo.InputError, match=f"{name} must be one of .*, got foo"):
             algo.train(replace(tiny, **{name: "foo"}))
@@ -298,7 +321,8 @@ def test_choices_are_checked_from_python_too(algo, tiny):
 
 def test_divergence_is_not_silent(algo, tiny):
     """Weights 1[NaN > 0] are 0: without a check the actor would stand still and look healthy."""
-    line = r"losses/\w+ is (nan|inf) at (update|step) 5: it diverged"
+    step = 10 if algo.ALGO == "dreamer" else 5  # at 5 its first losses, of before that update
+    line = rf"losses/\w+ is (nan|inf) at (update|step) {step}: it diverged"
     with pytest.raises(algo.InputError, match=line):
         algo.train(replace(tiny, learning_rate=1e30))
 
@@ -311,13 +335,14 @@ def test_divergence_of_a_clone_is_not_silent(algo, tiny):
 
 
 def test_vectors_of_bytes(algo, tiny):
-    env_id = "ByteChoice-v0" if algo.ALGO == "fqf" else "Bytes-v0"
+    env_id = "ByteChoice-v0" if algo.ALGO in ("fqf", "dreamer") else "Bytes-v0"
     algo.train(replace(tiny, env_id=env_id, **data(algo, "random:100")))
 
 
 def test_batch_of_one_and_dataset_of_one(algo, tiny, tmp_path):
     own = {"rlpd": {"offline_batch_ratio": 0.0}, "mbpo": {"real_ratio": 0.0}}
-    algo.train(replace(tiny, batch_size=1, **own.get(algo.ALGO, {})))
+    own |= {"dreamer": {"batch_size": 2, "sequence_length": 2, "replay_ratio": 2.0}}  # one sequence
+    algo.train(replace(tiny, **{"batch_size": 1} | own.get(algo.ALGO, {})))
     assert "nan" not in Path(tiny.run_dir, "metrics.csv").read_text()
     if algo.ALGO not in WITH_DATA:
         return
@@ -354,6 +379,7 @@ def test_compile_gives_the_same_numbers(algo, tiny, monkeypatch, tmp_path):
     names = {"crr": ["Actor", "Actor", "TwinCritic", "TwinCritic"]}
     names |= {name: ["EnsembleCritic", "GaussianActor"] for name in ("rlpd", "mbpo")}
     names |= {"fqf": ["QuantileNetwork", "QuantileNetwork"], "gail": ["PPOActor", "StateValue"]}
+    names |= {"dreamer": ["Decoder", "Encoder", "LatentActor", "LatentCritic", "LatentCritic"]}
     assert sorted(compiled_networks) == names.get(algo.ALGO, ["Actor", "Value"])
     expected, actual = load(tiny.run_dir), load(compiled.run_dir)
     acts = "network" if algo.ALGO == "fqf" else "actor"
@@ -431,11 +457,13 @@ def test_evaluate_record_and_film(algo, tiny, tmp_path, run):
 
 def test_load_policy_acts_in_the_units_of_the_environment(algo, tiny):
     """Pendulum's torque is in [-2, 2]: a policy that saturates must say 2, not 1. The actions of
-    FQF's environment begin at 5."""
-    if algo.ALGO == "fqf":
+    the environment of FQF and Dreamer begin at 5."""
+    discrete = {"fqf": ("network", "output.bias"), "dreamer": ("actor", "net.3.bias")}
+    if algo.ALGO in discrete:
         algo.train(tiny)
         checkpoint, path = load(tiny.run_dir), f"{tiny.run_dir}/checkpoint.pt"
-        checkpoint["network"]["output.bias"][2] = 100.0
+        network, bias = discrete[algo.ALGO]
+        checkpoint[network][bias][2] = 100.0
         torch.save(checkpoint, path)
         assert algo.load_policy(path)(np.zeros((4, 2))).tolist() == [7] * 4
         return
@@ -479,6 +507,23 @@ def test_S15_acting_online_and_training_preprocess_alike(algo, tiny):
     np.testing.assert_allclose(actual, expected, atol=1e-6)
 
 
+@pytest.mark.parametrize("algo", ["dreamer"], indirect=True)
+def test_from_pixels(algo, tiny, run):
+    """What is rendered takes the place of what is observed, in training and wherever the policy is
+    used after it."""
+    args = replace(tiny, env_id="CartPole-v1", from_pixels=True)
+    assert run(*as_flags(args)) == (0, "", "")
+    seen = load(args.run_dir)["buffer"]["obs"]  # one environment, one row for each step, or more
+    assert seen.shape[1:] == (1, 32, 32, 3) and seen.dtype == torch.uint8
+    assert (seen.flatten(1).float().std(dim=1) > 5).all()  # a pole and a cart, no empty screens
+    assert not torch.equal(seen[0], seen[5])
+    code, out, err = run("--evaluate", f"{args.run_dir}/best.pt", "--capture-video")
+    assert (code, err) == (0, "")
+    for name in ("dream.png", "dream.gif", "videos/seed-10000-episode-0.mp4"):
+        file = Path(args.run_dir, name)
+        assert str(file) in out and file.stat().st_size > 1000
+
+
 # ---- wrong input: one line, exit code 2
 
 WRONG_FLAGS = [
@@ -494,7 +539,6 @@ WRONG_FLAGS = [
     (["--env-id", "Nowhere-v0"], "cannot make the environment Nowhere-v0:"),
     (["--env-id", "no_module:X-v0"], "cannot make the environment no_module:X-v0:"),
     (["--env-id", "Several-v0"], "Several-v0: actions must be "),
-    (["--env-id", "Image-v0"], "Image-v0: observations must be vectors"),
     (["--env-id", "Unbounded-v0"], "Unbounded-v0: actions must "),
     (["--resume", "nowhere"], "there is no checkpoint nowhere/checkpoint.pt"),
     (["--evaluate", "nowhere.pt"], "there is no checkpoint nowhere.pt"),
@@ -504,6 +548,7 @@ if not torch.cuda.is_available():
 
 
 NAIVE = ["--data-in-buffer", "--offline-batch-ratio", "0"]
+IMAGE_WRONG_FLAGS = [(["--env-id", "Image-v0"], "Image-v0: observations must be vectors")]
 DATA_WRONG_FLAGS = [
     (["--dataset", "nowhere.npz"], "dataset nowhere.npz cannot be read: No such file"),
     (["--dataset", "nonsense"], "dataset nonsense: expected auto, random, random:N,"),
@@ -656,12 +701,51 @@ OWN_WRONG_FLAGS = {
         (["--max-grad-norm", "0"], "max_grad_norm must be > 0, got 0.0"),
         (["--env-id", "Probe-v0"], "there is no expert of ours for Probe-v0: give it a --dataset"),
     ],
+    "dreamer": [
+        (["--total-timesteps", "0"], "total_timesteps must be > 0, got 0"),
+        (["--total-timesteps", "2001"], "total_timesteps must be a multiple of num_envs 8, got 2"),
+        (["--total-timesteps", "1024"], "total_timesteps 1024 is spent before the first update:"),
+        (["--num-envs", "0"], "num_envs must be > 0, got 0"),
+        (
+            ["--learning-starts", "127"],
+            "learning_starts must be >= num_envs x sequence_length",
+        ),
+        (["--buffer-capacity", "0"], "buffer_capacity must be > 0, got 0"),
+        (["--buffer-capacity", "127"], "buffer_capacity must be >= num_envs x sequence_length"),
+        (["--buffer-capacity", "9" * 15], "buffer_capacity 999999999999999 is too much memory"),
+        (["--buffer-capacity", "9" * 20], "buffer_capacity 99999999999999999999 is too much mem"),
+        (["--replay-ratio", "0"], "replay_ratio must be > 0, got 0.0"),
+        (["--replay-ratio", "nan"], "replay_ratio must be > 0, got nan"),
+        (["--replay-ratio", "inf"], "replay_ratio must be finite, got inf"),
+        (["--replay-ratio", "0.001"], "total_timesteps 16000 is spent before the first update:"),
+        (["--sequence-length", "0"], "sequence_length must be > 0, got 0"),
+        (["--sequence-length", "1"], "sequence_length must be >= 2, got 1"),
+        (["--batch-size", "250"], "batch_size must be a multiple of sequence_length 16, got 250"),
+        (["--free-nats", "-1"], "free_nats must be in [0, inf), got -1.0"),
+        (["--free-nats", "inf"], "free_nats must be in [0, inf), got inf"),
+        (["--actor-critic-learning-rate", "0"], "actor_critic_learning_rate must be > 0, got 0.0"),
+        (["--actor-critic-learning-rate", "inf"], "actor_critic_learning_rate must be finite, got"),
+        (["--imagine-last", "0"], "imagine_last must be > 0, got 0"),
+        (["--imagine-last", "1"], "imagine_last must be in [2, sequence_length 16], got 1"),
+        (["--imagine-last", "17"], "imagine_last must be in [2, sequence_length 16], got 17"),
+        (["--horizon", "0"], "horizon must be > 0, got 0"),
+        (["--td-lambda", "1.1"], "td_lambda must be in [0, 1], got 1.1"),
+        (["--policy-entropy-coef", "-1"], "policy_entropy_coef must be in [0, inf), got -1.0"),
+        (["--replay-critic-coef", "nan"], "replay_critic_coef must be in [0, inf), got nan"),
+        (["--tau", "0"], "tau must be in (0, 1], got 0.0"),
+        (["--env-id", "Probe-v0"], "Probe-v0: actions must be discrete, not Box"),
+        (["--env-id", "Image-v0"], "Image-v0: actions must be discrete, not Box"),
+        (["--env-id", "FrozenLake-v1"], "FrozenLake-v1: observations must be vectors or uint8 im"),
+        (["--env-id", "Steps-v0", "--from-pixels"], "cannot make the environment Steps-v0:"),
+        (["--env-id", "ALE/Nothing-v5"], "cannot make the environment ALE/Nothing-v5:"),
+    ],
 }
 ALL_WRONG_FLAGS = [
     pytest.param(name, flags, line, id=f"{name} {' '.join(flags)}")
     for name in ALGOS
     for flags, line in [
         *WRONG_FLAGS,
+        *(IMAGE_WRONG_FLAGS if name != "dreamer" else ()),
         *(DATA_WRONG_FLAGS if name in WITH_DATA else ()),
         *(REWARD_WRONG_FLAGS if name in WITH_REWARDS else ()),
         *(OFFLINE_WRONG_FLAGS if name in OFFLINE else ()),
@@ -825,6 +909,8 @@ def test_full_disk(algo, tiny, tmp_path):
         own |= {"rlpd": online, "mbpo": f"{online} --max-model-epochs 1"}
         own |= {"fqf": f"{online} --train-frequency 1"}
         own |= {"gail": " --total-timesteps 20 --num-envs 2 --num-steps 5 --hidden-dim 256"}
+        sequences = " --num-envs 1 --sequence-length 8 --learning-starts 16 --batch-size 16"
+        own |= {"dreamer": f"{sequences} --total-timesteps 20 --replay-ratio 16"}
         flags += own.get(algo.ALGO, " --total-updates 20")
         code = f"import runpy, sys; {limit} sys.argv = {[algo.__file__, *flags.split()]!r}\n"
         code += f"runpy.run_path({algo.__file__!r}, run_name='__main__')"

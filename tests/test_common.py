@@ -710,6 +710,26 @@ def test_S5_evaluate_by_hand(monkeypatch):
     assert Counter.resets == 4
 
 
+class Remembering:
+    """scripted, from memory: it counts the steps of an episode by itself."""
+
+    def reset(self):
+        self.count = 0
+
+    def __call__(self, obs):
+        self.count += 1
+        return np.full((len(obs), 2), (self.count - 1, 1), np.float32)
+
+
+def test_a_policy_that_remembers_forgets_before_every_evaluation(tmp_path):
+    policy = Remembering()
+    for _ in range(2):
+        returns = common.evaluate(policy, "Counter-v0", episodes=4, seed=0)
+        assert returns.tolist() == [5, 14, 30, 30] and policy.count == 4
+    recorded = common.record(policy, "Counter-v0", 4, 0, str(tmp_path / "data.npz"))
+    assert recorded.tolist() == [5, 14, 30, 30]
+
+
 def swing(obs):
     return 2 * np.sign(obs[:, 2:])  # a Pendulum policy: push the way it moves
 
@@ -820,6 +840,17 @@ def test_capture_video(no_screen, tmp_path):
         content = file.read()
     assert path.endswith(".mp4") and content[4:8] == b"ftyp" and len(content) > 1000
     assert os.listdir(tmp_path / "film") == [os.path.basename(path)]
+
+
+def test_a_policy_that_remembers_forgets_before_a_film(no_screen, tmp_path):
+    class Swing(Remembering):
+        def __call__(self, obs):
+            return super().__call__(obs)[:, 1:]
+
+    policy = Swing()
+    for film in ("a", "b"):
+        common.capture_video(policy, "ShortPendulum-v0", 3, str(tmp_path / film))
+        assert policy.count == 10
 
 
 @pytest.mark.parametrize("package, name", [("moviepy", "MoviePy"), ("pygame", "pygame")])

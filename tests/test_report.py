@@ -240,6 +240,15 @@ def test_online_algorithms_stand_apart_and_ablations_beside_their_default(option
     assert ablation[0][2] == "environment steps"
 
 
+@pytest.mark.parametrize("algo", report.ONLINE)
+def test_online_algorithms_are_counted_in_environment_steps(tmp_path, algo):
+    write_run(tmp_path / f"{algo}__Env-v1__none__default" / "1", {0: 1, 300: 9})
+    write_run(tmp_path / f"{algo}-ablation__Env-v1__none__less" / "1", {0: 1, 300: 5})
+    results = report.read_results(tmp_path)
+    for name in (algo, f"{algo}-ablation"):
+        assert cells(report.table(results, (name, "Env-v1", "none")))[0][2] == "environment steps"
+
+
 # ---- curves
 
 

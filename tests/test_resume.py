@@ -42,7 +42,7 @@ def assert_equal(left, right, where):
         assert left.keys() == right.keys(), where
         for key in left:
             assert_equal(left[key], right[key], f"{where}.{key}")
-    elif isinstance(left, list):
+    elif isinstance(left, list | tuple):
         for a, b in zip(left, right, strict=True):
             assert_equal(a, b, where)
     else:
@@ -108,6 +108,15 @@ OWN_FLAGS = {
         "some-of-the-expert": {"num_expert_episodes": 20, "expert_subsampling": 2},
         "frozen": {"learn_discriminator": False, "reward_type": "logit"},
         "pendulum": {"env_id": "Pendulum-v1", "dataset": "random:50", "gradient_penalty": 0.0},
+    },
+    "dreamer": {
+        "default": {},
+        "four-environments": {"num_envs": 4, "learning_starts": 16},
+        "full-ring": {"buffer_capacity": 13},
+        "images": {"env_id": "PixelCatch-v0"},
+        "imagine-all": {"imagine_last": None},
+        "ratio-with-a-remainder": {"replay_ratio": 13.0},  # an update every 2.46 steps
+        "cart-pole": {"env_id": "CartPole-v1"},
     },
 }
 CASES = [
@@ -209,6 +218,9 @@ OWN_PARTS = {
     | {"num_updates", "episode", "episode_actions", "current_obs"},
     "gail": {"value", "discriminator", "normalizer", "opt", "discriminator_opt", "rollout"}
     | {"num_updates", "episodes", "episode_actions", "current_obs"},
+    "dreamer": {"model", "critic", "slow_critic", "model_opt", "actor_opt", "critic_opt", "buffer"}
+    | {"num_updates", "return_scale", "state", "is_start", "episodes", "episode_actions"}
+    | {"current_obs"},
 }
 NUM_UPDATES = {  # of an optimiser in 20 updates, or steps
     ("awr", "actor_opt"): 15,  # V warms up for 5
@@ -219,6 +231,7 @@ NUM_UPDATES = {  # of an optimiser in 20 updates, or steps
     **{("fqf", f"{name}_opt"): 17 for name in ("quantile", "fraction")},
     ("gail", "opt"): 32,  # four rollouts, eight epochs of one mini-batch each
     ("gail", "discriminator_opt"): 64,  # sixteen per rollout
+    **{("dreamer", f"{name}_opt"): 16 for name in ("model", "actor", "critic")},
 }
 
 
@@ -368,11 +381,12 @@ def test_a_rate_of_almost_zero_stops_every_optimiser(algo, tiny, tmp_path):
     """Warm-up over a billion updates: no network may move, so no optimiser was forgotten."""
     algo.train(replace(tiny, warmup_updates=10**9))
     own = {"fqf": "fraction_learning_rate", "gail": "discriminator_learning_rate"}
+    own |= {"dreamer": "actor_critic_learning_rate"}
     own = {own[algo.ALGO]: 1e-30} if algo.ALGO in own else {}
     fresh = replace(tiny, learning_rate=1e-30, run_dir=str(tmp_path / "fresh"), **own)
     algo.train(fresh)
     keys = {"awr": ("actor", "value"), "marwil": ("actor", "value"), "fqf": ("network", "proposal")}
-    keys |= {"gail": ("actor", "value", "discriminator")}
+    keys |= {"gail": ("actor", "value", "discriminator"), "dreamer": ("model", "actor", "critic")}
     for key in keys.get(algo.ALGO, ("actor", "critic")):
         moved = flat(load(tiny.run_dir), [key]) - flat(load(fresh.run_dir), [key])
         assert moved.abs().max() < 1e-7
@@ -444,9 +458,11 @@ def test_ctrl_c_saves_and_resume_is_bit_exact(algo, tmp_path):
         "mbpo": {"max_model_epochs": 5},
         "fqf": {"learning_starts": 100, "train_frequency": 1},
         "gail": {"num_envs": 2, "num_steps": 5, "total_timesteps": 2000},
+        "dreamer": {"num_envs": 2, "learning_starts": 20, "sequence_length": 8, "batch_size": 16}
+        | {"replay_ratio": 1.0, "horizon": 2},
     }.get(algo.ALGO, {})
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in own.items()]
-    flags += ["--hidden-dim", "16"]
+    flags += [] if algo.ALGO == "dreamer" else ["--hidden-dim", "16"]
     flags += ["--eval-episodes", "1", "--log-interval", "10", "--torch-threads", "1"]
     process = subprocess.Popen(
         [*command, *flags, "--run-dir", "run"], cwd=tmp_path, stdout=subprocess.PIPE, text=True
