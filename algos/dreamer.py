@@ -1,34 +1,44 @@
 """Dreamer: a latent world model, and a policy that learns in it. Images, vectors; discrete actions.
 
 Paper: "Mastering Diverse Domains through World Models" (DreamerV3), D. Hafner, J. Pasukonis, J. Ba,
-T. Lillicrap, 2023, arXiv:2301.04104; its revision of 2024, which most public ports do not follow.
+T. Lillicrap, 2023, arXiv:2301.04104. We follow its revision of 2024 (block-diagonal GRU, RMSNorm,
+replayed rewards for the critic); most public ports follow that of 2023.
 
-Idea: compress what is seen into a state, learn how states follow from actions and what they pay,
-and let actor and critic learn from trajectories that are only imagined. In a state, h remembers,
-which a GRU carries on, and z, a few one-hot vectors, says what could not be foreseen from h.
+Idea: a world model compresses what is seen into a state, and learns how states follow from actions
+and what they pay. Actor and critic learn from trajectories that are only imagined in it. A state
+has two parts: h, the memory, which a GRU computes from the state and the action before; and z, the
+news, a few one-hot vectors. While the agent sees, z is drawn from the posterior q, which knows h
+and x. The prior p learns to guess z from h alone, so that the model can go on with its eyes closed.
 
-Equations (x observation; sg: no gradient; p, q, pi: 1 % uniform; two-hot: over exponential bins):
+Equations (x observation; sg: no gradient; p, q and pi hold 1 % of the uniform distribution;
+two-hot(y): cross-entropy to y, which is shared between the two nearest of J bins, and the bins grow
+exponentially, so that rewards of any size fit):
     model       h_t = GRU(h_{t-1}, z_{t-1}, a_{t-1}), posterior q(z|h, x), prior p(z|h), and heads
                 of (h, z) for x, for the reward r and for c, the probability to go on
     its loss    |x - x_hat|^2 + two-hot(r) + BCE(c)
-                + max(1, KL(sg(q) || p)) + 0.1 max(1, KL(q || sg(p)))
+                + max(1, KL(sg(q) || p)) + 0.1 max(1, KL(q || sg(p)))       (1: the free nats)
     returns     R_t = r_{t+1} + gamma c_{t+1} ((1 - lambda) v_{t+1} + lambda R_{t+1}), R_H = v_H
-    critic      minimise w_t (two-hot(R_t) + two-hot(slow critic)), w_t = gamma^t c_0 .. c_t
-    actor       maximise w_t (log pi(a_t|s_t) sg(R_t - v_t) / max(1, S) + eta entropy of pi),
-                S: running distance from the 5th to the 95th percentile of R
+    critic      minimise w_t (two-hot(R_t) + two-hot(slow critic)), w_t = gamma^t c_0 .. c_t,
+                and 0.3 of the same on replayed rewards, with imagined returns R in place of v
+    actor       maximise w_t (log pi(a_t|s_t) sg(R_t - v_t) / max(1, scale) + eta entropy of pi),
+                scale: running distance from the 5th to the 95th percentile of R
 
 Differences from the paper:
-    - The convolutions are those of 2023, 4 x 4 with stride 2; those of 2024 are 5 x 5, see every
-      pixel, and cost ten times as much.
-    - Adam, as in 2023, with a rate of its own for actor and critic, in place of LaProp: there is
-      less to read, and a small model learns best at a rate that would ruin a small actor.
+    - The convolutions are those of 2023, 4 x 4 with stride 2. Those of 2024 are 5 x 5 with stride
+      1, then pooled, and cost several times as much.
+    - Adam and a clip of the gradient's norm, as in 2023, in place of LaProp and a clip per matrix:
+      there is less to read. Actor and critic have a rate of their own: a small model learns best at
+      a rate that would ruin a small actor.
     - Sequences start from a state of zeros, not from one that was stored in the replay. So only
       their last steps, which have seen something, are where imagination starts.
     - The critic's loss on replayed rewards does not reach the model.
+    - The actor's last layer starts at 0, so that the first steps are uniformly random.
+    - Atari: FIRE serves the ball; else a greedy policy may wait for it for ever.
     - Discrete actions only; for others, pi would need a density, and REINFORCE would stay.
 
-Shapes: B sequences of T steps, L last ones of each, N = B L, H horizon, A actions; h is [D], z is
-[S, C], F = D + S C; K bins, and K environments; W pixels, O observation, E embedding, G blocks.
+Shapes: B sequences of T steps, L last ones of each, N = B L, H horizon, A actions, K environments;
+h is [D], z is [S, C], F = D + S C; J bins; W x W pixels with P channels, O observation, E
+embedding, G blocks. N also stands for any number of rows.
 
 Run it:
     python algos/dreamer.py
@@ -42,8 +52,9 @@ The paper's set, for a GPU and days; its replay takes 62 GB:
 
 Resume it:
     python algos/dreamer.py --resume runs/<run>
-Its episodes are played again: exact in any environment that is a function of seed and actions. A
-checkpoint has 7 MB, and 3.1 KB per step in the replay, or 12.3 KB with images of 64 x 64.
+The episodes that were cut are started from their seeds, and their actions played again: exact in
+any environment that is a function of both. A checkpoint takes 7 MB, and 3.1 KB per step in the
+replay (12.3 KB with images of 64 x 64).
 """
 
 import csv
@@ -97,7 +108,7 @@ class Args:
     torch_threads: int | None = None  # CPU threads [all cores]
     compile: bool = False  # torch.compile the networks: slow to start; for large ensembles, FQF
     # DREAMER only
-    size: Literal["tiny", "mini", "small", "12m", "50m", "paper"] = "tiny"  # of all networks
+    size: Literal["tiny", "mini", "small", "12m", "50m", "paper"] = "tiny"  # of networks, images
     from_pixels: bool = False  # see what the environment renders, not what it observes
     num_envs: int = 8  # K, environments that are stepped side by side
     learning_starts: int = 1_024  # first steps, with random actions and without updates
@@ -139,7 +150,7 @@ class Size(NamedTuple):
     image_size: int  # images are squares of so many pixels
 
 
-SIZES = {
+SIZES = {  # D, S, C, units, depth, blocks, pixels
     "tiny": Size(128, 16, 16, 64, 8, 1, 32),
     "mini": Size(256, 16, 16, 128, 16, 1, 32),
     "small": Size(512, 16, 16, 256, 16, 8, 64),
@@ -162,7 +173,7 @@ def check_args(args: Args) -> None:
         rules.append((name, "finite", getattr(args, name) < math.inf))
     for name in ("free_nats", "policy_entropy_coef", "replay_critic_coef"):
         rules.append((name, "in [0, inf)", 0 <= getattr(args, name) < math.inf))
-    length, starts = args.sequence_length, args.imagine_last or args.sequence_length
+    length, last = args.sequence_length, args.imagine_last or args.sequence_length
     room = args.num_envs * length
     a_sequence_each = f">= num_envs x sequence_length = {room}"
     rules += [
@@ -172,8 +183,8 @@ def check_args(args: Args) -> None:
         ("tau", "in (0, 1]", 0 < args.tau <= 1),
         ("td_lambda", "in [0, 1]", 0 <= args.td_lambda <= 1),
         ("warmup_updates", ">= 0", args.warmup_updates >= 0),
-        ("sequence_length", ">= 2", length >= 2),
-        ("imagine_last", f"in [2, sequence_length {length}]", 2 <= starts <= length),
+        ("sequence_length", ">= 2", length >= 2),  # returns need a next step
+        ("imagine_last", f"in [2, sequence_length {length}]", 2 <= last <= length),
         ("learning_starts", a_sequence_each, args.learning_starts >= room),
         ("buffer_capacity", a_sequence_each, args.buffer_capacity >= room),
         ("record", "a name that ends in .npz", (args.record or ".npz").endswith(".npz")),
@@ -251,9 +262,9 @@ class FirstFire(gym.Wrapper):
 
 
 class FreshMinAtar(gym.Wrapper):
-    """MinAtar repeats an action now and then, and at a reset it forgets to forget the last one. But
-    a resumed run can play an episode again only if it is a function of its seed and actions. And it
-    renders floats, which would make black films."""
+    """MinAtar repeats an action now and then, and its reset keeps the last one of the episode
+    before. But a resumed run can play an episode again only if it is a function of its seed and
+    actions. It also renders floats, which would make black films."""
 
     def reset(self, **kwargs):
         self.unwrapped.game.last_action = 0
@@ -264,7 +275,7 @@ class FreshMinAtar(gym.Wrapper):
 
 
 class Images(gym.ObservationWrapper):
-    """Observations, or what the environment renders, as square uint8 images [W, W, C]."""
+    """Observations, or what the environment renders, as square uint8 images [W, W, P]."""
 
     def __init__(self, env: gym.Env, size: int, from_pixels: bool):
         import cv2  # an optional package
@@ -285,9 +296,9 @@ class Images(gym.ObservationWrapper):
         image = np.asarray(self.env.render() if self.from_pixels else obs)
         if image.dtype == bool:  # MinAtar's
             image = 255 * image.astype(np.uint8)
-        is_small = max(image.shape[:2]) < self.size
-        no_mean = is_small or self.num_channels > 4  # more are too many for INTER_AREA
-        method = self.cv2.INTER_NEAREST if no_mean else self.cv2.INTER_AREA
+        is_large = max(image.shape[:2]) >= self.size
+        can_average = is_large and self.num_channels <= 4  # OpenCV averages no more than 4
+        method = self.cv2.INTER_AREA if can_average else self.cv2.INTER_NEAREST
         image = self.cv2.resize(image, (self.size, self.size), interpolation=method)
         return image.reshape(self.observation_space.shape)
 
@@ -332,7 +343,7 @@ def make_env(env_id: str, image_size: int, from_pixels: bool, **kwargs) -> gym.E
 
 
 def check_spaces(env: gym.Env) -> tuple[tuple[int, ...], int]:
-    """-> the shape of observations, [O] or [W, W, C], and A, if actions are discrete."""
+    """-> the shape of observations, [O] or [W, W, P], and A, if actions are discrete."""
     obs_space, action_space, env_id = env.observation_space, env.action_space, env.spec.id
     is_box = isinstance(obs_space, gym.spaces.Box)
     is_image = is_box and len(obs_space.shape) == 3 and obs_space.dtype == np.uint8
@@ -349,7 +360,7 @@ def check_spaces(env: gym.Env) -> tuple[tuple[int, ...], int]:
 # ---- networks
 
 UNIMIX = 0.01  # share of the uniform distribution in every categorical one
-NUM_BINS = 255  # K, of a return or a reward
+NUM_BINS = 255  # J, of a return or a reward
 
 
 def symlog(x: torch.Tensor) -> torch.Tensor:
@@ -381,7 +392,7 @@ def fan_in_of(layer: nn.Module) -> int:
 def init_weights(layer: nn.Module, fan_in: int | None = None) -> None:
     """Normal with variance 1 / fan-in, truncated at 2 standard deviations; biases 0."""
     if isinstance(layer, nn.Linear | nn.Conv2d | nn.ConvTranspose2d | BlockLinear):
-        std = (fan_in or fan_in_of(layer)) ** -0.5 / 0.8796  # the cut takes some of it away
+        std = (fan_in or fan_in_of(layer)) ** -0.5 / 0.8796  # truncation leaves 0.8796 of it
         nn.init.trunc_normal_(layer.weight, std=std, a=-2 * std, b=2 * std)
         if layer.bias is not None:
             nn.init.zeros_(layer.bias)
@@ -398,20 +409,20 @@ def head(input_dim: int, units: int, num_layers: int, output_dim: int) -> nn.Seq
 
 
 class ChannelNorm(nn.RMSNorm):
-    """Over the channels of every pixel, which lie last in memory. [N, C, W, W]"""
+    """Over the channels of every pixel, which lie last in memory. [N, P, W, W]"""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)  # [N, P, W, W]
 
 
 def channels_of(size: Size) -> list[int]:
     """Of the stages that halve an image until it has 4 x 4 pixels."""
     num_stages = int(math.log2(size.image_size // 4))
-    return [size.depth * factor for factor in (1, 2, 4, 8, 8)[:num_stages]]
+    return [size.depth * factor for factor in (1, 2, 4, 8)[:num_stages]]
 
 
 class Encoder(nn.Module):
-    """[N, W, W, C] or [N, O], preprocessed -> [N, E]"""
+    """[N, W, W, P] or [N, O], preprocessed -> [N, E]"""
 
     def __init__(self, obs_shape: tuple[int, ...], size: Size):
         super().__init__()
@@ -434,11 +445,11 @@ class Encoder(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.dim() == 2:
             return self.net(x)
-        return self.net(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1).flatten(1)
+        return self.net(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1).flatten(1)  # [N, E]
 
 
 class Decoder(nn.Module):
-    """The way back: features [N, F] -> [N, W, W, C] in (0, 1), or symlog of a vector [N, O]"""
+    """The way back: features [N, F] -> [N, W, W, P] in (0, 1), or symlog of a vector [N, O]"""
 
     def __init__(self, feature_dim: int, obs_shape: tuple[int, ...], size: Size):
         super().__init__()
@@ -452,17 +463,19 @@ class Decoder(nn.Module):
             for inner, outer in pairwise([*channels, obs_shape[2]]):
                 layers += [nn.ConvTranspose2d(inner, outer, kernel_size=4, stride=2, padding=1)]
                 layers += [ChannelNorm(outer, 1e-4), nn.SiLU()]
-            self.net = nn.Sequential(*layers[:-2]).to(memory_format=torch.channels_last)
+            layers = layers[:-2]  # nothing after the last convolution
+            self.net = nn.Sequential(*layers).to(memory_format=torch.channels_last)
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
         if not self.is_image:
             return self.net(features)
-        x = self.input(features).unflatten(1, (4, 4, -1)).permute(0, 3, 1, 2)  # [N, C, 4, 4]
-        return torch.sigmoid(self.net(x)).permute(0, 2, 3, 1)
+        x = self.input(features).unflatten(1, (4, 4, -1)).permute(0, 3, 1, 2)  # [N, P, 4, 4]
+        return torch.sigmoid(self.net(x)).permute(0, 2, 3, 1)  # [N, W, W, P]
 
 
 class BlockLinear(nn.Module):
-    """A linear layer whose matrix has blocks on its diagonal. [N, I] -> [N, G, O / G]"""
+    """A linear layer whose matrix has G blocks on its diagonal, all else is 0.
+    [N, input_dim] -> [N, G, output_dim / G]"""
 
     def __init__(self, input_dim: int, output_dim: int, blocks: int):
         super().__init__()
@@ -470,18 +483,20 @@ class BlockLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(blocks, 1, output_dim // blocks))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.unflatten(1, (len(self.weight), -1)).transpose(0, 1)  # [G, N, I / G]
-        return torch.baddbmm(self.bias, x, self.weight).transpose(0, 1)
+        x = x.unflatten(1, (len(self.weight), -1)).transpose(0, 1)  # [G, N, input_dim / G]
+        return torch.baddbmm(self.bias, x, self.weight).transpose(0, 1)  # [N, G, output_dim / G]
 
 
 def unimix(logits: torch.Tensor) -> torch.Tensor:
-    """log(0.99 softmax + 0.01 / C): no class is ever impossible. [.., C] -> [.., C]"""
+    """log(0.99 softmax + 0.01 / C): no class is impossible, so that no KL is infinite.
+    [.., C] -> [.., C]"""
     return torch.log((1 - UNIMIX) * torch.softmax(logits, dim=-1) + UNIMIX / logits.shape[-1])
 
 
 def sample(log_probs: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
     """One-hot vectors; without a generator, the most likely ones. The gradient goes straight
-    through, as if they were the probabilities. [.., C] -> [.., C]"""
+    through, as if they were the probabilities: so what the heads lose by z reaches the encoder.
+    [.., C] -> [.., C]"""
     probs = log_probs.exp()
     if generator is None:
         index = probs.argmax(dim=-1, keepdim=True)  # [.., 1]
@@ -490,13 +505,13 @@ def sample(log_probs: torch.Tensor, generator: torch.Generator | None) -> torch.
         uniform = torch.rand(shape, device=device, generator=generator)
         exceeded = probs.detach().cumsum(dim=-1) < uniform  # [.., C]
         index = exceeded.sum(dim=-1, keepdim=True).clamp(max=probs.shape[-1] - 1)  # [.., 1]
-    one_hot = torch.zeros_like(probs).scatter_(-1, index, 1.0)
+    one_hot = torch.zeros_like(probs).scatter_(-1, index, 1.0)  # [.., C]
     return one_hot + (probs - probs.detach())
 
 
 class RSSM(nn.Module):
-    """The recurrent state-space model. A state is (h, z): h [N, D] remembers, z [N, S C], which is
-    S one-hot vectors, says what is new."""
+    """The recurrent state-space model. A state is (h, z): h [N, D], the memory, and z [N, S C], the
+    news: S one-hot vectors in a row."""
 
     def __init__(self, num_actions: int, embed_dim: int, size: Size):
         super().__init__()
@@ -505,12 +520,14 @@ class RSSM(nn.Module):
         self.deter, self.stoch, self.num_actions = deter, stoch, num_actions
         self.from_h, self.from_z = dense(deter, units), dense(stoch, units)
         self.from_action = dense(num_actions, units)
-        # one matrix per block, for its part of h and for all inputs: written as a sum of two
+        # each block is one linear layer of (its part of h, all inputs), computed as a sum of two:
+        # so the inputs need not be copied for every block
         self.mix_h = BlockLinear(deter, deter, size.blocks)
         self.mix_inputs = nn.Linear(3 * units, deter, bias=False)
         self.mix_norm = nn.Sequential(nn.RMSNorm(deter, 1e-4), nn.SiLU())
         self.gates = BlockLinear(deter, 3 * deter, size.blocks)
         self.prior_net = head(deter, units, 2, stoch)
+        # one linear layer of (h, embed), too; its second part is computed for all steps at once
         self.posterior_h = nn.Linear(deter, units)
         self.posterior_embed = nn.Linear(embed_dim, units, bias=False)
         self.posterior_net = nn.Sequential(
@@ -522,8 +539,9 @@ class RSSM(nn.Module):
         inputs = torch.cat([self.from_h(h), self.from_z(z), action_input], dim=1)  # [N, 3 units]
         mixed = self.mix_norm(self.mix_h(h).flatten(1) + self.mix_inputs(inputs))  # [N, D]
         reset, candidate, update = self.gates(mixed).chunk(3, dim=2)  # [N, G, D / G] each
+        # unlike in nn.GRU, reset scales the whole candidate
         candidate = torch.tanh(torch.sigmoid(reset) * candidate).flatten(1)  # [N, D]
-        update = torch.sigmoid(update - 1).flatten(1)  # the -1: at first, remember
+        update = torch.sigmoid(update - 1).flatten(1)  # the -1: at first, h changes slowly
         return update * candidate + (1 - update) * h
 
     def prior(self, h: torch.Tensor) -> torch.Tensor:
@@ -537,10 +555,8 @@ class RSSM(nn.Module):
 
     def initial(self, num: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """h, z and the action before: all zero."""
-        weight = self.posterior_h.weight
-        return tuple(
-            weight.new_zeros(num, dim) for dim in (self.deter, self.stoch, self.num_actions)
-        )
+        zeros, dims = self.posterior_h.weight.new_zeros, (self.deter, self.stoch, self.num_actions)
+        return tuple(zeros(num, dim) for dim in dims)
 
     def observe(
         self,
@@ -569,7 +585,8 @@ class RSSM(nn.Module):
 
 
 class WorldModel(nn.Module):
-    """Encoder, RSSM, and the three heads that make it learn what a state must tell."""
+    """Encoder, RSSM, and three heads whose losses decide what a state has to tell: decoder, reward,
+    and the logit that the episode goes on."""
 
     def __init__(self, obs_shape: tuple[int, ...], num_actions: int, size: Size):
         super().__init__()
@@ -582,7 +599,7 @@ class WorldModel(nn.Module):
         self.apply(init_weights)
         rssm = self.rssm
         for summands in ((rssm.mix_h, rssm.mix_inputs), (rssm.posterior_h, rssm.posterior_embed)):
-            for layer in summands:  # one linear layer, written as two
+            for layer in summands:  # parts of one linear layer: its fan-in is their sum
                 init_weights(layer, sum(fan_in_of(summand) for summand in summands))
         nn.init.zeros_(self.reward[-1].weight)  # at first it expects nothing
 
@@ -601,7 +618,7 @@ class LatentActor(nn.Module):
 
 
 class LatentCritic(nn.Module):
-    """Logits of the return, over the bins. Starts at 0. [.., F] -> [.., K]"""
+    """Logits of the return, over the bins. Starts at 0. [.., F] -> [.., J]"""
 
     def __init__(self, feature_dim: int, units: int):
         super().__init__()
@@ -626,14 +643,15 @@ def act(
     model: WorldModel,
     actor: LatentActor,
     obs: torch.Tensor,
-    is_first: torch.Tensor,
-    state: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    memory: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     generator: torch.Generator | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See, update the state, and act; without a generator, whatever is most likely. A state here is
-    h, z and the action, one-hot. [N, W, W, C] or [N, O], [N], state -> state"""
-    h, z, last_action = state
+    """See, update the state, and act; without a generator, whatever is most likely. What an agent
+    remembers is h, z and its action, one-hot; where an episode starts, all of them are 0.
+    [N, W, W, P] or [N, O], memory -> memory"""
+    h, z, last_action = memory
     embed = model.encoder(preprocess(obs))  # [N, E]
+    is_first = torch.zeros_like(h[:, 0])  # [N]
     # as a sequence of one step
     inputs = (x.unsqueeze(1) for x in (embed, last_action, is_first))
     h, z, _ = model.rssm.observe(*inputs, h, z, generator)
@@ -667,9 +685,9 @@ def imagine(
 
 
 class Buffer:
-    """A ring of rows for every environment, as its stream goes by. A row holds what was seen, the
-    reward that came with it, and the action that followed; so the last observation of an episode
-    has a row, too, without an action. It lies in the memory of the CPU, as arrays."""
+    """A ring of rows for every environment. A row holds an observation, the reward that came with
+    it, and the action that followed; so the last observation of an episode has a row, too, whose
+    action nobody uses. NumPy arrays in the memory of the CPU: images would fill that of a GPU."""
 
     def __init__(self, capacity: int, num_envs: int, obs_shape: tuple[int, ...]):
         self.length = capacity // num_envs
@@ -690,7 +708,7 @@ class Buffer:
 
     def add(self, env: int, obs, reward=0.0, is_first=False, is_last=False, is_terminal=False):
         row = self.position[env], env
-        values = (obs, 0, reward, is_first, is_last, is_terminal)
+        values = (obs, 0, reward, is_first, is_last, is_terminal)  # set_actions() replaces the 0
         for column, value in zip(self.columns.values(), values):
             column[row] = value
         self.position[env] = (self.position[env] + 1) % self.length
@@ -702,12 +720,13 @@ class Buffer:
         self.columns["action"][newest, np.arange(len(newest))] = action
 
     def sample(
-        self, num_sequences: int, length: int, generator: torch.Generator
+        self, num_sequences: int, num_steps: int, generator: torch.Generator
     ) -> list[torch.Tensor]:
         """Sequences that start anywhere in a stream, and may span episodes: the columns of above,
         [B, T, ...] each."""
-        num_starts = np.maximum(self.size - length + 1, 0)  # [K]
-        ends = num_starts.cumsum()
+        # all sequences of all environments are numbered; some are drawn, and found again
+        num_starts = np.maximum(self.size - num_steps + 1, 0)  # [K]
+        ends = num_starts.cumsum()  # [K]
         draw = torch.randint(
             int(ends[-1]), (num_sequences,), device=generator.device, generator=generator
         )
@@ -715,7 +734,7 @@ class Buffer:
         env = np.searchsorted(ends, draw, side="right")  # [B]
         oldest = (self.position - self.size)[env]  # [B]
         start = oldest + draw - (ends - num_starts)[env]  # [B]
-        rows = (start[:, None] + np.arange(length)) % self.length  # [B, T]
+        rows = (start[:, None] + np.arange(num_steps)) % self.length  # [B, T]
         batch = {name: column[rows, env[:, None]] for name, column in self.columns.items()}
         batch["is_first"][:, 0] = 1  # nobody knows the state before it
         return [torch.from_numpy(column).to(generator.device) for column in batch.values()]
@@ -736,36 +755,37 @@ class Buffer:
 # ---- losses
 
 HALF_BINS = symexp(torch.linspace(0, 20, (NUM_BINS + 1) // 2))  # 0, .., 4.9e8
-BINS = torch.cat([-HALF_BINS.flip(0)[:-1], HALF_BINS])  # [K], symmetric to the last bit
+BINS = torch.cat([-HALF_BINS.flip(0)[:-1], HALF_BINS])  # [J], symmetric to the last bit
 
 
 def two_hot_mean(logits: torch.Tensor) -> torch.Tensor:
-    """sum_k p_k b_k, of pairs b and -b: equal probabilities give 0.0 exactly. [.., K] -> [..]"""
+    """sum_j p_j b_j, in pairs of b and -b: bins go up to 4.9e8, and the rounding errors of a plain
+    sum would be large values; so equal probabilities give 0.0 exactly. [.., J] -> [..]"""
     probs = torch.softmax(logits, dim=-1)
     middle = NUM_BINS // 2
-    surplus = probs[..., middle + 1 :] - probs[..., :middle].flip(-1)  # p(b) - p(-b)
+    surplus = probs[..., middle + 1 :] - probs[..., :middle].flip(-1)  # p(b) - p(-b), [.., J // 2]
     return surplus @ HALF_BINS[1:].to(logits.device)
 
 
 def two_hot_loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """-sum_k t_k log p_k; t shares 1 between the two bins around the target, so that sum_k t_k b_k
-    is the target. [.., K], [..] -> [..]"""
+    """-sum_j t_j log p_j; t shares 1 between the two bins around the target, so that sum_j t_j b_j
+    is the target. [.., J], [..] -> [..]"""
     assert logits.shape[:-1] == target.shape and logits.shape[-1] == NUM_BINS
     bins = BINS.to(logits.device)
     target = target.clamp(bins[0], bins[-1])
-    above = torch.bucketize(target, bins).clamp(1, NUM_BINS - 1)  # [..], also of a NaN
+    above = torch.bucketize(target, bins).clamp(1, NUM_BINS - 1)  # [..]; a NaN, too
     below = above - 1
     share = (target - bins[below]) / (bins[above] - bins[below])  # of the bin above
     log_probs = torch.log_softmax(logits, dim=-1)
     log_below, log_above = (
-        log_probs.gather(-1, k.unsqueeze(-1)).squeeze(-1) for k in (below, above)
-    )
+        log_probs.gather(-1, j.unsqueeze(-1)).squeeze(-1) for j in (below, above)
+    )  # [..] each
     return -((1 - share) * log_below + share * log_above)
 
 
 def reconstruction_loss(decoded: torch.Tensor, obs: torch.Tensor) -> torch.Tensor:
     """Squared error, summed over all pixels in [0, 1], or over symlog of a vector.
-    [B, T, W, W, C] or [B, T, O] -> [B, T]"""
+    [B, T, W, W, P] or [B, T, O] -> [B, T]"""
     assert decoded.shape == obs.shape
     target = obs.float() / 255 if obs.dtype == torch.uint8 else symlog(obs)
     return ((decoded - target) ** 2).flatten(2).sum(-1)
@@ -777,9 +797,9 @@ def continue_loss(logit: torch.Tensor, is_terminal: torch.Tensor) -> torch.Tenso
     return nn.functional.binary_cross_entropy_with_logits(logit, 1 - is_terminal, reduction="none")
 
 
-def categorical_entropy(log_probs: torch.Tensor) -> torch.Tensor:
-    """mean -sum p log p, summed over the groups. [.., S, C] -> scalar"""
-    return -(log_probs.exp() * log_probs).sum(dim=(-2, -1)).mean()
+def entropy_of(log_probs: torch.Tensor) -> torch.Tensor:
+    """-sum p log p. [.., C] -> [..]"""
+    return -(log_probs.exp() * log_probs).sum(-1)
 
 
 def kl(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
@@ -790,8 +810,8 @@ def kl(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
 def kl_losses(
     log_q: torch.Tensor, log_p: torch.Tensor, free_nats: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """dynamics: max(free, KL(sg(q) || p)) trains the prior to foresee the posterior;
-    representation: max(free, KL(q || sg(p))) the posterior to be foreseeable.
+    """dynamics, max(free, KL(sg(q) || p)): trains the prior to foresee the posterior.
+    representation, max(free, KL(q || sg(p))): trains the posterior to be foreseeable.
     [B, T, S, C] -> [B, T], [B, T]"""
     assert log_q.shape == log_p.shape and log_q.dim() == 4
     # the maximum of every step, before any mean: a step that is good enough has no gradient
@@ -800,7 +820,7 @@ def kl_losses(
     return dynamics, representation
 
 
-def lambda_returns(
+def td_lambda_returns(
     reward: torch.Tensor,
     cont: torch.Tensor,
     is_last: torch.Tensor,
@@ -809,14 +829,16 @@ def lambda_returns(
     td_lambda: float,
 ) -> torch.Tensor:
     """R_t = r_{t+1} + gamma c_{t+1} ((1 - l) b_{t+1} + l R_{t+1}), l = lambda (1 - is_last_{t+1}),
-    and R_H = b_H. r_{t+1} and c_{t+1} came with state t + 1. [N, H + 1] -> [N, H]"""
+    and R_H = b_H, where b is the bootstrap: v, if imagined. r_{t+1} and c_{t+1} came with state
+    t + 1. If that was the last of an episode, R_{t+1} belongs to the next one and is left out.
+    [N, H + 1] -> [N, H]"""
     assert reward.shape == cont.shape == is_last.shape == bootstrap.shape and reward.dim() == 2
     discount, carry = gamma * cont, td_lambda * (1 - is_last)  # [N, H + 1] each
     returns = [bootstrap[:, -1]]
     for t in reversed(range(reward.shape[1] - 1)):
         future = (1 - carry[:, t + 1]) * bootstrap[:, t + 1] + carry[:, t + 1] * returns[-1]
         returns.append(reward[:, t + 1] + discount[:, t + 1] * future)
-    return torch.stack(returns[:0:-1], dim=1)
+    return torch.stack(returns[:0:-1], dim=1)  # in the order of time, without R_H
 
 
 def dreamer_actor_loss(
@@ -826,19 +848,20 @@ def dreamer_actor_loss(
     weight: torch.Tensor,
     entropy_coef: float,
 ) -> torch.Tensor:
-    """-mean w (A log pi(a|s) + entropy_coef H(pi)). [N, H, A], [N, H, A], [N, H], [N, H]"""
+    """-mean w (advantage log pi(a|s) + entropy_coef entropy(pi)).
+    [N, H, A], [N, H, A], [N, H], [N, H] -> scalar"""
     assert log_probs.shape == action.shape and log_probs.shape[:-1] == advantage.shape
     assert advantage.shape == weight.shape
     log_prob = (action * log_probs).sum(-1)  # [N, H]
-    entropy = -(log_probs.exp() * log_probs).sum(-1)  # [N, H]
-    objective = advantage.detach() * log_prob + entropy_coef * entropy
+    objective = advantage.detach() * log_prob + entropy_coef * entropy_of(log_probs)  # [N, H]
     return -(weight.detach() * objective).mean()
 
 
 def dreamer_critic_loss(
     logits: torch.Tensor, returns: torch.Tensor, slow_value: torch.Tensor, weight: torch.Tensor
 ) -> torch.Tensor:
-    """mean w (two_hot_loss(R) + two_hot_loss(slow critic's value)). [N, H, K], [N, H] x 3"""
+    """mean w (two_hot_loss(R) + two_hot_loss(slow critic's value)).
+    [N, H, J], [N, H], [N, H], [N, H] -> scalar"""
     assert logits.shape[:-1] == returns.shape == slow_value.shape == weight.shape
     loss = two_hot_loss(logits, returns.detach()) + two_hot_loss(logits, slow_value.detach())
     return (weight.detach() * loss).mean()
@@ -909,18 +932,14 @@ class LatentPolicy:
         self.reset()
 
     def reset(self) -> None:
-        self.state = None
+        self.memory = None
 
     def __call__(self, obs: np.ndarray) -> np.ndarray:
-        """[E, W, W, C] or [E, O] -> [E]"""
-        is_start = self.state is None
-        state = self.model.rssm.initial(len(obs)) if is_start else self.state
-        device = state[0].device
-        is_first = torch.full((len(obs),), float(is_start), device=device)
-        self.state = act(
-            self.model, self.actor, as_tensor(obs, device), is_first, state, generator=None
-        )
-        return self.state[-1].argmax(dim=1).cpu().numpy() + self.first_action
+        """[N, W, W, P] or [N, O] -> [N]"""
+        memory = self.memory or self.model.rssm.initial(len(obs))
+        obs = as_tensor(obs, memory[0].device)
+        self.memory = act(self.model, self.actor, obs, memory, generator=None)
+        return self.memory[-1].argmax(dim=1).cpu().numpy() + self.first_action
 
 
 def as_tensor(obs: np.ndarray, device: torch.device) -> torch.Tensor:
@@ -955,9 +974,8 @@ def lr_factor(step: int, total: int, schedule: str, warmup: int) -> float:
 
 
 def keep_large_blocks() -> None:
-    """As in the other files, glibc would give freed activations back to the OS and take them again
-    page by page. Here they can be larger than what it would keep (32 MB): so nothing is mapped by
-    itself, and nothing is given back. Up to twice as fast (benchmark/NOTES.md)."""
+    """glibc gives freed activations back to the OS and takes them again page by page; large ones it
+    even maps one by one. Here it does neither: up to twice as fast (benchmark/NOTES.md)."""
     trim_threshold, mmap_max = -1, -4  # their numbers in malloc.h
     if sys.platform == "linux" and hasattr(ctypes.CDLL(None), "mallopt"):
         ctypes.CDLL(None).mallopt(mmap_max, 0)
@@ -1060,23 +1078,15 @@ EVALUATE_MAY_CHANGE = (
 )
 DYNAMICS_COEF, REPRESENTATION_COEF = 1.0, 0.1  # of the two KL losses
 RETURN_SCALE_RATE = 0.01  # how fast the scale of returns follows what is imagined
-MODEL_MAX_GRAD_NORM, MAX_GRAD_NORM = 1000.0, 100.0  # clips: only of what would be a catastrophe
-DREAM_FRAMES, DREAM_CONTEXT = 24, 3  # of a picture; so many are seen before it imagines
+MODEL_MAX_GRAD_NORM, MAX_GRAD_NORM = 1000.0, 100.0  # clips, which only an explosion meets
+DREAM_FRAMES, DREAM_CONTEXT = 24, 3  # of a picture; of those, how many it sees before it imagines
 
 
 def updates_until(step: int, args: Args) -> int:
-    """Updates that are due at an environment step. A function of the step alone, so that a resumed
-    run owes nothing."""
+    """Updates that are due at an environment step. A function of the step alone: no fraction of an
+    update is lost, and none has to be saved."""
     steps = max(0, step - args.learning_starts)
     return int(steps * args.replay_ratio / args.batch_size)
-
-
-def last_update_before(step: int, args: Args) -> int:
-    """The last step before this one that came with updates; 0 if there was none."""
-    step -= args.num_envs
-    while step > 0 and updates_until(step, args) == updates_until(step - args.num_envs, args):
-        step -= args.num_envs
-    return step
 
 
 def start_episode(env: gym.Env, seed: int, episode: int, actions: list) -> tuple:
@@ -1158,17 +1168,17 @@ def train(args: Args) -> dict[str, float]:
         "actor_opt": actor_opt,
         "critic_opt": critic_opt,
     }
-    return_scale = torch.zeros((), device=device)  # S
+    return_scale = torch.zeros((), device=device)
     percentiles = torch.tensor([0.05, 0.95], device=device)
     num_steps = args.sequence_length  # T
     num_sequences = args.batch_size // num_steps  # B
-    num_starts = args.imagine_last or num_steps  # L
+    num_last = args.imagine_last or num_steps  # L
 
     # resume
-    step, num_updates, best_return, evals_since_best = 0, 0, -math.inf, 0
+    step, num_updates, last_update, best_return, evals_since_best = 0, 0, 0, -math.inf, 0
     episodes = list(range(args.num_envs))  # environment i plays episodes i, i + K, i + 2K, ...
     episode_actions = [[] for _ in envs]
-    state, is_start = model.rssm.initial(args.num_envs), torch.ones(args.num_envs, device=device)
+    memory = model.rssm.initial(args.num_envs)  # h, z and the action before, of every environment
     log_position = {}
     if args.resume:
         if checkpoint["step"] >= total:
@@ -1179,17 +1189,17 @@ def train(args: Args) -> dict[str, float]:
         generator.set_state(checkpoint["generator"])
         buffer.load_state(checkpoint["buffer"])
         return_scale.copy_(checkpoint["return_scale"])
-        state = tuple(x.to(device) for x in checkpoint["state"])
-        is_start = checkpoint["is_start"].to(device)
+        memory = tuple(x.to(device) for x in checkpoint["memory"])
         step, log_position = checkpoint["step"], checkpoint["log_position"]
-        num_updates, episodes = checkpoint["num_updates"], checkpoint["episodes"]
+        num_updates, last_update = checkpoint["num_updates"], checkpoint["last_update"]
+        episodes = checkpoint["episodes"]
         episode_actions = [actions.tolist() for actions in checkpoint["episode_actions"]]
         best_return, evals_since_best = checkpoint["best_return"], checkpoint["evals_since_best"]
     starts = [
         start_episode(env, args.seed, episode, actions)
         for env, episode, actions in zip(envs, episodes, episode_actions)
     ]
-    current_obs = np.stack([obs for obs, _ in starts])  # [K, W, W, C] or [K, O]
+    current_obs = np.stack([obs for obs, _ in starts])  # [K, W, W, P] or [K, O]
     returns_so_far = [episode_return for _, episode_return in starts]
     is_fresh, first_update = not args.resume, num_updates
     if args.resume:
@@ -1227,12 +1237,11 @@ def train(args: Args) -> dict[str, float]:
         while not stop_reason:
             step += args.num_envs
 
-            # 1. act in every environment: see, update the state, draw an action
-            obs = as_tensor(current_obs, device)
-            state = act(model, actor, obs, is_start, state, generator)
-            action = state[-1].argmax(dim=1).cpu().numpy()  # [K]
+            # 1. act in every environment: see, update the state, draw an action. Until the first
+            # update all actions are equally likely, since the actor's last layer starts at 0.
+            memory = act(model, actor, as_tensor(current_obs, device), memory, generator)
+            action = memory[-1].argmax(dim=1).cpu().numpy()  # [K]
             buffer.set_actions(action)
-            is_start = torch.zeros(args.num_envs, device=device)
             for i, env in enumerate(envs):
                 taken = int(action[i]) + first_action
                 obs, reward, terminated, truncated, _ = env.step(taken)
@@ -1245,7 +1254,8 @@ def train(args: Args) -> dict[str, float]:
                     episodes[i], episode_actions[i] = episodes[i] + args.num_envs, []
                     obs, returns_so_far[i] = start_episode(env, args.seed, episodes[i], [])
                     buffer.add(i, obs, is_first=True)
-                    is_start[i] = 1
+                    for remembered in memory:
+                        remembered[i] = 0
                 current_obs[i] = obs
 
             due = updates_until(step, args)
@@ -1265,7 +1275,8 @@ def train(args: Args) -> dict[str, float]:
                 batch = buffer.sample(num_sequences, num_steps, generator)
                 obs, action, reward, is_first, is_last, is_terminal = batch  # [B, T, ...] each
                 action = nn.functional.one_hot(action, num_actions).float()  # [B, T, A]
-                last_action = torch.cat([torch.zeros_like(action[:, :1]), action[:, :-1]], dim=1)
+                no_action = torch.zeros_like(action[:, :1])  # [B, 1, A]
+                last_action = torch.cat([no_action, action[:, :-1]], dim=1)  # [B, T, A]
 
                 # 3. world model: see, and predict what was seen, what it paid, and what comes next
                 h, z, _ = model.rssm.initial(num_sequences)
@@ -1273,7 +1284,7 @@ def train(args: Args) -> dict[str, float]:
                 embed = embed.unflatten(0, (num_sequences, num_steps))  # [B, T, E]
                 h, z, log_q = model.rssm.observe(embed, last_action, is_first, h, z, generator)
                 features = torch.cat([h, z], dim=2)  # [B, T, F]
-                decoded = model.decoder(features.flatten(0, 1)).view(obs.shape)
+                decoded = model.decoder(features.flatten(0, 1)).view(obs.shape)  # as obs
                 log_p = model.rssm.prior(h)  # [B, T, S, C]
                 dynamics, representation = kl_losses(log_q, log_p, args.free_nats)
                 model_losses = {
@@ -1289,39 +1300,41 @@ def train(args: Args) -> dict[str, float]:
                 model_norm = nn.utils.clip_grad_norm_(model.parameters(), MODEL_MAX_GRAD_NORM)
                 model_opt.step()
 
-                # 4. imagine what the policy would do next, from the last states of every sequence
+                # 4. imagine what the policy would do next, from the last states of every sequence;
+                # the others are of no use any more
                 h, z, reward, is_last, is_terminal = (
-                    x[:, -num_starts:].detach() for x in (h, z, reward, is_last, is_terminal)
+                    x[:, -num_last:].detach() for x in (h, z, reward, is_last, is_terminal)
                 )  # [B, L, ...] each
-                imagined, action = imagine(
+                imagined, imagined_action = imagine(
                     model, actor, h.flatten(0, 1), z.flatten(0, 1), args.horizon, generator
                 )  # [N, H + 1, F], [N, H, A]
                 with torch.no_grad():
                     imagined_reward = two_hot_mean(model.reward(imagined))  # [N, H + 1]
                     cont = torch.sigmoid(model.cont(imagined).squeeze(2))  # [N, H + 1]
-                    cont[:, 0] = 1 - is_terminal.flatten()  # known, and 0 where nothing follows
-                    # w_0 = c_0, w_t = w_{t-1} gamma c_t: what follows an end hardly counts
-                    discount = torch.cat([cont[:, :1], args.gamma * cont[:, 1:-1]], dim=1)
+                    cont[:, 0] = 1 - is_terminal.flatten()  # known; nothing follows an end
+                    # w_0 = c_0, w_t = w_{t-1} gamma c_t: how likely it is to get there, discounted
+                    discount = torch.cat([cont[:, :1], args.gamma * cont[:, 1:-1]], dim=1)  # [N, H]
                     weight = discount.cumprod(dim=1)  # [N, H]
                     slow_value = two_hot_mean(slow_critic(imagined[:, :-1]))  # [N, H]
 
                 # 5. returns, and how far apart they are: from the 5th to the 95th percentile
-                value_logits = critic(imagined)  # [N, H + 1, K]
+                value_logits = critic(imagined)  # [N, H + 1, J]
                 value = two_hot_mean(value_logits.detach())  # [N, H + 1]
                 is_cut = torch.zeros_like(value)  # nothing is cut in imagination
-                horizon = (args.gamma, args.td_lambda)
-                returns = lambda_returns(imagined_reward, cont, is_cut, value, *horizon)  # [N, H]
+                returns = td_lambda_returns(
+                    imagined_reward, cont, is_cut, value, args.gamma, args.td_lambda
+                )  # [N, H]
                 low, high = returns.quantile(percentiles)
                 return_scale.lerp_(high - low, RETURN_SCALE_RATE)
 
-                # 6. critic: on imagined returns, and on replayed rewards that end in such returns.
-                # The first imagined state is the replayed one, so that its value is known already.
+                # 6. critic: on imagined returns; and on replayed rewards, which are real, with the
+                # imagined returns as bootstrap. State 0 of what is imagined is the replayed one.
                 critic_loss = dreamer_critic_loss(value_logits[:, :-1], returns, slow_value, weight)
                 replay_logits, replay_slow, bootstrap = (
                     x[:, 0].unflatten(0, is_last.shape) for x in (value_logits, slow_value, returns)
-                )  # [B, L, K], [B, L], [B, L]
-                replay_returns = lambda_returns(
-                    reward, 1 - is_terminal, is_last, bootstrap, *horizon
+                )  # [B, L, J], [B, L], [B, L]
+                replay_returns = td_lambda_returns(
+                    reward, 1 - is_terminal, is_last, bootstrap, args.gamma, args.td_lambda
                 )  # [B, L - 1]
                 replay_weight = 1 - is_last[:, :-1]  # what comes next is another episode
                 replay_critic_loss = dreamer_critic_loss(
@@ -1333,11 +1346,12 @@ def train(args: Args) -> dict[str, float]:
                 critic_opt.step()
                 update_target(slow_critic, critic, args.tau)
 
-                # 7. actor: REINFORCE, which needs no gradient through the model
+                # 7. actor: REINFORCE, with the critic as baseline. It has just drawn these actions:
+                # no ratio and no clip is needed, nor a gradient through the model.
                 advantage = (returns - value[:, :-1]) / return_scale.clamp(min=1)  # [N, H]
                 log_probs = actor(imagined[:, :-1])  # [N, H, A]
                 actor_loss = dreamer_actor_loss(
-                    log_probs, action, advantage, weight, args.policy_entropy_coef
+                    log_probs, imagined_action, advantage, weight, args.policy_entropy_coef
                 )
                 actor_opt.zero_grad()
                 actor_loss.backward()
@@ -1346,23 +1360,23 @@ def train(args: Args) -> dict[str, float]:
 
             # 8. log, evaluate, stop, save
             # updates need not fall on multiples of log_interval: log if one went by since the last
-            stride = step - last_update_before(step, args) if has_update else 0
-            if has_update and is_due(step, args.log_interval, stride):
+            is_log_due = has_update and is_due(step, args.log_interval, step - last_update)
+            last_update = step if has_update else last_update
+            if is_log_due:
                 seconds = logger.seconds() - logger.first_second
                 losses = {name: loss.mean().item() for name, loss in model_losses.items()}
                 losses["losses/critic"] = critic_loss.item()
                 losses["losses/replay_critic"] = replay_critic_loss.item()
                 losses["losses/actor"] = actor_loss.item()
-                pi_entropy = -(log_probs.detach().exp() * log_probs.detach()).sum(-1)  # [N, H]
                 statistics = {
                     "charts/env_steps_per_second": (step - logger.first_step) / seconds,
                     "charts/updates_per_second": (num_updates - first_update) / seconds,
                     "charts/learning_rate": model_opt.param_groups[0]["lr"],
                     **losses,
                     "stats/kl": kl(log_q, log_p).mean().item(),
-                    "stats/prior_entropy": categorical_entropy(log_p).item(),
-                    "stats/posterior_entropy": categorical_entropy(log_q).item(),
-                    "stats/policy_entropy": pi_entropy.mean().item(),
+                    "stats/prior_entropy": entropy_of(log_p).sum(-1).mean().item(),
+                    "stats/posterior_entropy": entropy_of(log_q).sum(-1).mean().item(),
+                    "stats/policy_entropy": entropy_of(log_probs).mean().item(),
                     "stats/return_mean": returns.mean().item(),
                     "stats/return_scale": return_scale.item(),
                     "stats/value_mean": value.mean().item(),
@@ -1385,7 +1399,7 @@ def train(args: Args) -> dict[str, float]:
             # evaluate if there was an update since it was last due: else patience would run out
             last_multiple = (step - args.num_envs) // args.eval_interval * args.eval_interval
             last_due = math.ceil(last_multiple / args.num_envs) * args.num_envs
-            is_new = updates_until(step, args) > updates_until(last_due, args)
+            is_new = due > updates_until(last_due, args)
             if step == total or (is_new and is_due(step, args.eval_interval, args.num_envs)):
                 eval_returns = common.evaluate(*evaluation, make_env=make)
                 logger.evaluation(step, eval_returns)
@@ -1412,10 +1426,10 @@ def train(args: Args) -> dict[str, float]:
             if is_save_due:
                 checkpoint = policy_state | {
                     "num_updates": num_updates,
+                    "last_update": last_update,
                     "buffer": buffer.state(),
                     "return_scale": return_scale,
-                    "state": state,
-                    "is_start": is_start,
+                    "memory": memory,
                     "episodes": episodes,
                     "episode_actions": [
                         torch.tensor(actions, dtype=torch.int64) for actions in episode_actions
@@ -1445,7 +1459,7 @@ def train(args: Args) -> dict[str, float]:
 def dream(policy: LatentPolicy, env: gym.Env, seed: int) -> np.ndarray:
     """The first frames of an episode, three times: as they are; decoded from states that see them;
     and decoded from states that see the first few, and then only which actions were taken.
-    -> [3, T, W, W, C] uint8"""
+    -> [3, M, W, W, P] uint8, M frames"""
     policy.reset()
     obs, _ = env.reset(seed=seed)
     frames, actions, done = [obs], [], False
@@ -1459,23 +1473,23 @@ def dream(policy: LatentPolicy, env: gym.Env, seed: int) -> np.ndarray:
     model, rssm = policy.model, policy.model.rssm
     h, z, no_action = rssm.initial(1)
     device, context = h.device, min(DREAM_CONTEXT, len(frames))
-    seen = torch.as_tensor(np.stack(frames), device=device)  # [T, W, W, C]
-    index = torch.as_tensor(np.stack(actions) - policy.first_action, device=device)  # [T - 1, 1]
-    action = nn.functional.one_hot(index, rssm.num_actions).float()  # [T - 1, 1, A]
-    last_action = torch.cat([no_action[None], action]).transpose(0, 1)  # [1, T, A]
-    is_first = (torch.arange(len(frames), device=device) == 0).float()[None]  # [1, T]
-    embed = model.encoder(preprocess(seen))[None]  # [1, T, E]
+    seen = torch.as_tensor(np.stack(frames), device=device)  # [M, W, W, P]
+    index = torch.as_tensor(np.stack(actions) - policy.first_action, device=device)  # [M - 1, 1]
+    action = nn.functional.one_hot(index, rssm.num_actions).float()  # [M - 1, 1, A]
+    last_action = torch.cat([no_action[None], action]).transpose(0, 1)  # [1, M, A]
+    is_first = (torch.arange(len(frames), device=device) == 0).float()[None]  # [1, M]
+    embed = model.encoder(preprocess(seen))[None]  # [1, M, E]
     h, z, _ = rssm.observe(embed, last_action, is_first, h, z, generator=None)
-    seeing = torch.cat([h, z], dim=2)[0]  # [T, F]
+    seeing = torch.cat([h, z], dim=2)[0]  # [M, F]
 
-    h, z = h[:, context - 1], z[:, context - 1]
+    h, z = h[:, context - 1], z[:, context - 1]  # [1, D], [1, S C]
     dreaming = [*seeing[:context]]
     for taken in action[context - 1 :]:
         h = rssm.recur(h, z, rssm.from_action(taken))
         z = sample(rssm.prior(h), generator=None).flatten(1)
         dreaming.append(torch.cat([h, z], dim=1)[0])
-    decoded = model.decoder(torch.cat([seeing, torch.stack(dreaming)]))  # [2 T, W, W, C]
-    decoded = (255 * decoded).round().byte().unflatten(0, (2, -1))
+    decoded = model.decoder(torch.cat([seeing, torch.stack(dreaming)]))  # [2 M, W, W, P]
+    decoded = (255 * decoded).round().byte().unflatten(0, (2, -1))  # [2, M, W, W, P]
     return torch.cat([seen[None], decoded]).cpu().numpy()
 
 

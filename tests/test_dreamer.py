@@ -27,7 +27,7 @@ NUM_CLASSES = NANO.groups * NANO.classes
 BINS = np.sign(np.linspace(-20, 20, 255)) * np.expm1(np.abs(np.linspace(-20, 20, 255)))
 
 
-class CounterEnv(gym.Env):
+class TallyEnv(gym.Env):
     """One sees a number of the episode, the time, and the action before; every reward is another.
     Episodes have 1 to 4 steps and are terminated, or truncated, by turns of the seed. The actions
     are 5, 6 and 7. Whatever happens is noted in `rows`."""
@@ -156,7 +156,7 @@ class CueEnv(gym.Env):
 
 
 for name, entry_point in {
-    "Counter": CounterEnv,
+    "Tally": TallyEnv,
     "Film": FilmEnv,
     "OneStepFilm": OneStepFilmEnv,
     "ForgetfulChoices": ForgetfulChoiceEnv,
@@ -173,7 +173,7 @@ def same_numbers_each_time(monkeypatch):
     """And the smallest networks, whatever the command line would call them."""
     torch.manual_seed(0)
     monkeypatch.setitem(dreamer.SIZES, "tiny", NANO)
-    CounterEnv.made.clear()
+    TallyEnv.made.clear()
 
 
 @pytest.fixture
@@ -377,23 +377,34 @@ def test_D1_an_episode_in_the_middle_is_like_one_at_the_start():
         torch.testing.assert_close(x[1, 2:], y[1], rtol=1e-5, atol=1e-6)
 
 
-def test_D1_acting_forgets_as_well():
-    """act() with is_first, whatever the state: that of an agent that has just been switched on.
-    Only in the environments whose episode starts."""
-    model, actor, _ = nano_networks()
-    obs, is_first = torch.randn(4, 2), torch.tensor([1.0, 0.0, 1.0, 0.0])
-    history = (
-        torch.randn(4, 6),
-        one_hot(torch.randint(3, (4, 2)), 3).flatten(1),
-        torch.eye(4)[:, :3],
-    )
-    fresh = dreamer.act(model, actor, obs, torch.ones(4), model.rssm.initial(4), drawn())
-    later = dreamer.act(model, actor, obs, is_first, history, drawn())
-    for x, y in zip(fresh, later):
-        assert torch.equal(x[[0, 2]], y[[0, 2]])
-    assert (fresh[0][[1, 3]] - later[0][[1, 3]]).abs().amin(dim=1).min() > 1e-4
-    for x, dim in zip(model.rssm.initial(4), (6, 6, 3)):
+def test_D1_acting_forgets_as_well(walk, spy):
+    """An agent that has just been switched on remembers nothing; where an episode starts in a run,
+    it remembers as little, h, z and action, and elsewhere all of what act() gave back."""
+    for x, dim in zip(nano_networks()[0].rssm.initial(4), (6, 6, 3)):
         assert x.shape == (4, dim) and not x.any()
+    calls, kept, forgot = [], 0, 0
+    act = dreamer.act
+
+    def noted(model, actor, obs, memory, generator):
+        before = [x.clone() for x in memory]
+        after = act(model, actor, obs, memory, generator)
+        if generator is not None:  # of training, not of an evaluation
+            calls.append((obs[:, 1].tolist(), before, [x.clone() for x in after]))
+        return after
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dreamer, "act", noted)
+        dreamer.train(replace(walk, env_id="Tally-v0"))
+    assert len(calls) == 20 and not any(x.any() for x in calls[0][1])
+    for (_, _, given), (times, taken, _) in itertools.pairwise(calls):
+        for i, time in enumerate(times):
+            if time == 0:
+                forgot += 1
+                assert not any(x[i].any() for x in taken)
+            else:
+                kept += 1
+                assert all(torch.equal(x[i], y[i]) for x, y in zip(given, taken))
+    assert kept > 10 and forgot > 5
 
 
 # ---- the model, by hand
@@ -1020,8 +1031,7 @@ def test_D11_kl_is_that_of_torch():
     torch.testing.assert_close(dreamer.kl(log_q, log_p), divergence(joint(log_q), joint(log_p)))
     assert (dreamer.kl(log_q, log_p) - dreamer.kl(log_p, log_q)).abs().max() > 0.05
     assert dreamer.kl(log_q, log_q).abs().max() == 0
-    entropy = joint(log_q).entropy().mean()
-    torch.testing.assert_close(dreamer.categorical_entropy(log_q), entropy)
+    torch.testing.assert_close(dreamer.entropy_of(log_q).sum(-1), joint(log_q).entropy())
 
 
 def test_D11_each_side_of_the_kl_has_its_own_gradient():
@@ -1093,7 +1103,7 @@ def test_D5_lambda_returns_by_hand_with_an_end_in_the_middle():
     reward = torch.tensor([[nan, 4.0, 8.0, 16.0]])
     cont = torch.tensor([[nan, 1.0, 0.0, 1.0]])
     value = torch.tensor([[nan, 40.0, 80.0, 12.0]])
-    returns = dreamer.lambda_returns(reward, cont, torch.zeros(1, 4), value, 0.5, 0.25)
+    returns = dreamer.td_lambda_returns(reward, cont, torch.zeros(1, 4), value, 0.5, 0.25)
     assert returns.tolist() == [[20.0, 8.0, 22.0]]
 
 
@@ -1103,7 +1113,7 @@ def test_D5_D15_lambda_returns_by_hand_with_a_cut_in_the_middle():
     reward = torch.tensor([[0.0, 4.0, 8.0, 16.0]])
     value = torch.tensor([[0.0, 40.0, 80.0, 12.0]])
     is_last = torch.tensor([[0.0, 0.0, 1.0, 0.0]])
-    returns = dreamer.lambda_returns(reward, torch.ones(1, 4), is_last, value, 0.5, 0.25)
+    returns = dreamer.td_lambda_returns(reward, torch.ones(1, 4), is_last, value, 0.5, 0.25)
     assert returns.tolist() == [[25.0, 48.0, 22.0]]
 
 
@@ -1130,7 +1140,7 @@ def test_D5_lambda_returns_are_mixtures_of_n_step_returns(gamma, mix):
     cont = torch.rand(shape).double()
     cont[torch.rand(shape) < 0.2] = 0
     is_last = (torch.rand(shape) < 0.3).double()
-    actual = dreamer.lambda_returns(reward, cont, is_last, value, gamma, mix)
+    actual = dreamer.td_lambda_returns(reward, cont, is_last, value, gamma, mix)
     assert actual.shape == (7, 8)
     rows = [x.numpy() for x in (reward, cont, is_last, value)]
     for n, t in np.ndindex(7, 8):
@@ -1149,8 +1159,8 @@ def test_S1_S3_nothing_leaks_from_the_next_episode():
         x[:, 4:] += 100
     for is_terminal in (False, True):
         cont[:, 3] = 1 - float(is_terminal)
-        left = dreamer.lambda_returns(reward, cont, is_last, value, 0.9, 0.95)
-        right = dreamer.lambda_returns(changed[0], cont, is_last, changed[1], 0.9, 0.95)
+        left = dreamer.td_lambda_returns(reward, cont, is_last, value, 0.9, 0.95)
+        right = dreamer.td_lambda_returns(changed[0], cont, is_last, changed[1], 0.9, 0.95)
         assert torch.equal(left[:, :3], right[:, :3])
         expected = reward[0, 3] + (0.0 if is_terminal else 0.9 * value[0, 3])
         assert left[0, 2].item() == pytest.approx(expected.item(), rel=1e-5)
@@ -1292,9 +1302,9 @@ def test_S8_no_broadcast():
     for where, x in itertools.product(range(4), (torch.zeros(3, 1), torch.zeros(4, 3))):
         columns = [torch.zeros(3, 4)] * 4
         with pytest.raises(AssertionError):
-            dreamer.lambda_returns(*columns[:where], x, *columns[where + 1 :], 0.9, 0.9)
+            dreamer.td_lambda_returns(*columns[:where], x, *columns[where + 1 :], 0.9, 0.9)
     with pytest.raises(AssertionError):
-        dreamer.lambda_returns(*[torch.zeros(4)] * 4, 0.9, 0.9)
+        dreamer.td_lambda_returns(*[torch.zeros(4)] * 4, 0.9, 0.9)
 
 
 def test_S8_losses_are_means_of_rows():
@@ -1476,10 +1486,10 @@ def test_D2_D4_S5_rows_are_what_the_environments_showed(walk):
     """Row for row, and nothing else: the first of an episode with is_first and no reward; the last
     with its reward and its kind of end, but no action; every action with what it was a reaction to.
     Nothing crosses a reset: after a last row comes the first one of the next episode."""
-    args = replace(walk, env_id="Counter-v0", total_timesteps=90, replay_ratio=0.5)
+    args = replace(walk, env_id="Tally-v0", total_timesteps=90, replay_ratio=0.5)
     dreamer.train(args)
     buffer, lengths, ends = load(args.run_dir)["buffer"], set(), set()
-    for i, env in enumerate(CounterEnv.made[:3]):
+    for i, env in enumerate(TallyEnv.made[:3]):
         expected = stream_of(env)
         assert buffer["size"][i] == buffer["position"][i] == len(expected) > 20
         for row, (obs, action, reward, *flags) in enumerate(expected):
@@ -1496,8 +1506,8 @@ def test_D2_D4_S5_rows_are_what_the_environments_showed(walk):
 
 def test_S1_D3_truncated_is_last_but_not_terminal(walk, spy):
     """What the continue head learns, and what the returns of the critic see."""
-    losses, returns = spy("continue_loss"), spy("lambda_returns")
-    args = replace(walk, env_id="Counter-v0")
+    losses, returns = spy("continue_loss"), spy("td_lambda_returns")
+    args = replace(walk, env_id="Tally-v0")
     dreamer.train(args)
     cuts = 0
     buffer = load(args.run_dir)["buffer"]
@@ -1511,11 +1521,11 @@ def test_S1_D3_truncated_is_last_but_not_terminal(walk, spy):
 
 
 def test_D2_last_actions_are_those_of_the_row_before(walk, spy):
-    """In the counter environment one sees the action that led to a row; the networks are given the
+    """In the tally environment one sees the action that led to a row; the networks are given the
     same, and none at the start of a sequence, or, by way of is_first, of an episode."""
     observes = spy("observe", dreamer.RSSM)
     batches = spy("sample", dreamer.Buffer)
-    dreamer.train(replace(walk, env_id="Counter-v0"))
+    dreamer.train(replace(walk, env_id="Tally-v0"))
     learned = [call for call in observes if call[2].shape[1] == 4]
     assert len(learned) == len(batches) == 16
     count = 0
@@ -1530,15 +1540,15 @@ def test_D2_last_actions_are_those_of_the_row_before(walk, spy):
 
 def test_S18_environment_i_plays_episodes_i_and_every_kth_after(walk):
     """Each from a seed that (seed, k) makes; evaluations have their own."""
-    args = replace(walk, env_id="Counter-v0", eval_episodes=4, eval_seed=77)
+    args = replace(walk, env_id="Tally-v0", eval_episodes=4, eval_seed=77)
     dreamer.train(args)
-    for i, env in enumerate(CounterEnv.made[:3]):
+    for i, env in enumerate(TallyEnv.made[:3]):
         seeds = [row["seed"] for row in env.rows if "seed" in row]
         expected = [
             np.random.SeedSequence((1, i + 3 * k)).generate_state(1)[0] for k in range(len(seeds))
         ]
         assert seeds == expected and len(seeds) > 4
-    evaluations = [env.rows[0]["seed"] for env in CounterEnv.made[3:]]
+    evaluations = [env.rows[0]["seed"] for env in TallyEnv.made[3:]]
     assert evaluations == [77, 78, 79, 80] * 2
 
 
@@ -2066,7 +2076,11 @@ def test_D7_weights_start_with_the_continue_that_is_known(film, modules, spy):
 
 def test_D5_D6_shapes_of_imagination(walk, spy):
     """H = 3: four states, three actions, three returns; 3 starts of 3 sequences."""
-    imagined, returns, actor_loss = spy("imagine"), spy("lambda_returns"), spy("dreamer_actor_loss")
+    imagined, returns, actor_loss = (
+        spy("imagine"),
+        spy("td_lambda_returns"),
+        spy("dreamer_actor_loss"),
+    )
     dreamer.train(replace(walk, total_timesteps=18))
     features, actions = imagined[0][-1]
     assert features.shape == (9, 4, 12) and actions.shape == (9, 3, 3)
@@ -2086,7 +2100,7 @@ def test_D8_advantages_are_scaled_by_their_spread_and_not_below_1(
     two_hot_mean = dreamer.two_hot_mean
     monkeypatch.setattr(dreamer, "two_hot_mean", lambda logits: times * two_hot_mean(logits))
     monkeypatch.setattr(dreamer, "RETURN_SCALE_RATE", 1.0)
-    returns, losses = spy("lambda_returns"), spy("dreamer_actor_loss")
+    returns, losses = spy("td_lambda_returns"), spy("dreamer_actor_loss")
     dreamer.train(replace(walk, total_timesteps=15))
     advantage, (_, _, _, value, *_, result) = losses[0][2], returns[0]
     low, high = np.percentile(result.numpy(), [5, 95])
@@ -2099,7 +2113,7 @@ def test_D8_advantages_are_scaled_by_their_spread_and_not_below_1(
 
 def test_D8_the_scale_follows_slowly(walk, modules, spy):
     """S <- 0.99 S + 0.01 (P95 - P5) of all imagined returns, from 0; it is in the checkpoint."""
-    returns, scale = spy("lambda_returns"), 0.0
+    returns, scale = spy("td_lambda_returns"), 0.0
     dreamer.train(walk)
     for *_, result in returns[::2]:
         low, high = np.percentile(result.double().numpy(), [5, 95])
@@ -2128,7 +2142,7 @@ def test_D14_the_slow_critic_is_no_target(walk, modules, spy, monkeypatch, tmp_p
     critic back has changed."""
     runs, make_slow = [], dreamer.deepcopy
     for name in ("one", "other"):
-        returns, losses = spy("lambda_returns"), spy("dreamer_critic_loss")
+        returns, losses = spy("td_lambda_returns"), spy("dreamer_critic_loss")
         actor_losses = spy("dreamer_actor_loss")
         if name == "other":
             monkeypatch.setattr(dreamer, "deepcopy", lambda x: randomise(make_slow(x), 0.5))
@@ -2146,7 +2160,7 @@ def test_D15_replayed_rewards_train_the_critic(walk, modules, spy):
     the last of their episode do not count."""
     assert dreamer.Args().replay_critic_coef == 0.3
     returns, losses, batches = (
-        spy("lambda_returns"),
+        spy("td_lambda_returns"),
         spy("dreamer_critic_loss"),
         spy("sample", dreamer.Buffer),
     )
@@ -2265,7 +2279,7 @@ def train_until(args, step, monkeypatch):
 
 
 RESUMED = {
-    "vectors": {"env_id": "Counter-v0", "lr_schedule": "cosine", "replay_ratio": 2.5},
+    "vectors": {"env_id": "Tally-v0", "lr_schedule": "cosine", "replay_ratio": 2.5},
     "images": {"env_id": "Film-v0", "buffer_capacity": 30},
 }
 
@@ -2276,22 +2290,24 @@ def test_D20_S18_resume_in_the_middle_of_episodes(walk, modules, tmp_path, monke
     ring, S and the slow critic, and all that comes after: as if never stopped."""
     whole = replace(walk, total_timesteps=48, eval_interval=20, checkpoint_interval=25, **flags)
     dreamer.train(whole)
-    updates, played, starts = [], [], []
+    updates, played, new = [], [], set()
     for cut in (9, 21, 30):
         args = replace(whole, run_dir=str(tmp_path / str(cut)))
         train_until(args, cut, monkeypatch)
         stopped = load(args.run_dir)
         updates.append(stopped["num_updates"])
         played.append([len(actions) for actions in stopped["episode_actions"]])
-        starts += stopped["is_start"].tolist()
-        h, z, action = stopped["state"]
-        assert h.any() and z.sum() == 2 * 3 and action.sum() == 3
+        is_new = torch.tensor([not length for length in played[-1]])
+        h, z, action = stopped["memory"]
+        assert not h[is_new].any() and (h[~is_new] != 0).any(dim=1).all()
+        assert z.sum() == 2 * (~is_new).sum() and action.sum() == (~is_new).sum()
+        new |= set(is_new.tolist())
         dreamer.train(replace(args, resume=args.run_dir))
         assert_same(load(whole.run_dir), load(args.run_dir))
         assert log_of(whole) == log_of(args)
     assert updates == ([0, 1, 3] if "lr_schedule" in flags else [0, 3, 6])
     assert any(len(set(lengths)) > 1 for lengths in played)  # each in its own time
-    assert set(starts) == {0.0, 1.0}
+    assert new == {False, True}
 
 
 def test_S18_an_environment_that_ignores_its_seed_is_not_resumed_in_silence(walk):
@@ -2330,7 +2346,7 @@ def test_rare_updates_are_logged_when_they_come(walk):
     args = replace(walk, replay_ratio=1.0, log_interval=15)
     dreamer.train(args)
     assert list(metrics(args, "losses/actor")) == [24, 36, 48, 60]
-    assert [dreamer.last_update_before(step, args) for step in (24, 36, 37 + 2)] == [0, 24, 36]
+    assert load(args.run_dir)["last_update"] == 60
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
@@ -2355,12 +2371,18 @@ def test_schedules_span_exactly_the_updates_of_the_run(walk, spy, schedule):
 
 def test_logged_statistics_are_what_they_say(walk, modules, spy):
     """Of the last update."""
-    names = ("reconstruction_loss", "two_hot_loss", "continue_loss", "kl_losses", "lambda_returns")
+    names = (
+        "reconstruction_loss",
+        "two_hot_loss",
+        "continue_loss",
+        "kl_losses",
+        "td_lambda_returns",
+    )
     calls = {name: spy(name) for name in (*names, "dreamer_critic_loss", "dreamer_actor_loss")}
     dreamer.train(walk)
     log_q, log_p, _, (dynamics, representation) = calls["kl_losses"][-1]
     q, p = log_q.double().exp().numpy(), log_p.double().exp().numpy()
-    imagined_reward, cont, _, value, _, _, returns = calls["lambda_returns"][-2]
+    imagined_reward, cont, _, value, _, _, returns = calls["td_lambda_returns"][-2]
     log_pi = calls["dreamer_actor_loss"][-1][0].double().numpy()
     reward_loss = [call[-1] for call in calls["two_hot_loss"] if call[0].shape == (3, 4, 255)][-1]
     expected = {
@@ -2389,10 +2411,10 @@ def test_logged_statistics_are_what_they_say(walk, modules, spy):
 def test_D21_returns_of_training_and_of_evaluation_are_told_apart(walk, modules):
     """Noisy episodes as they end, each with its own sum of rewards; and the mean of fresh episodes
     of the most likely actions."""
-    args = replace(walk, env_id="Counter-v0", eval_episodes=7, log_interval=10**6)
+    args = replace(walk, env_id="Tally-v0", eval_episodes=7, log_interval=10**6)
     result = dreamer.train(args)
     expected = []
-    for i, env in enumerate(CounterEnv.made[:3]):
+    for i, env in enumerate(TallyEnv.made[:3]):
         step, total = 0, 0.0
         for row in env.rows:
             total += row["reward"]
@@ -2535,17 +2557,20 @@ def test_policy_is_the_mode_of_the_posterior_and_of_the_actor(kind):
     it forget, and the number of environments may change then."""
     shape = (8, 8, 3) if kind == "film" else (2,)
     model, actor, _ = nano_networks(shape)
-    randomise(model, 0.5)
-    randomise(actor, 0.5)
+    randomise(model, 0.3)
+    randomise(actor, 0.1)
     policy = dreamer.LatentPolicy(model, actor, gym.spaces.Discrete(3, start=5))
     obs = walk_obs(kind, 6, 12)
+    features = [by_hand_policy(model, actor, kind, obs[:, i])[1] for i in range(6)]
+    with torch.no_grad():  # no action is ahead of the others everywhere
+        actor.net[-1].bias.sub_(actor.net(torch.cat(features)).mean(dim=0))
     expected = [by_hand_policy(model, actor, kind, obs[:, i])[0] for i in range(6)]
     expected = 5 + np.array(expected).T
     for _ in range(2):
         played = np.stack([policy(x) for x in obs])
         np.testing.assert_array_equal(played, expected)
         policy.reset()
-    assert {5, 6, 7} >= set(expected.flatten()) and len(set(expected.flatten())) > 1
+    assert set(expected.flatten()) == {5, 6, 7}
     # alone, it does what it does in company
     np.testing.assert_array_equal([policy(x[2:3])[0] for x in obs], expected[:, 2])
     # without the reset it would have played otherwise
@@ -2572,7 +2597,7 @@ def test_S19_evaluations_begin_with_an_empty_memory(modules):
     model, actor, _ = nano_networks()
     policy = dreamer.LatentPolicy(model, actor, gym.spaces.Discrete(3, start=5))
     first = common.evaluate(policy, "Steps-v0", 6, 0)
-    assert policy.state is not None
+    assert policy.memory is not None
     np.testing.assert_array_equal(common.evaluate(policy, "Steps-v0", 6, 0), first)
     common.evaluate(policy, "Steps-v0", 3, 50)
     np.testing.assert_array_equal(common.evaluate(policy, "Steps-v0", 6, 0), first)

@@ -219,8 +219,8 @@ OWN_PARTS = {
     "gail": {"value", "discriminator", "normalizer", "opt", "discriminator_opt", "rollout"}
     | {"num_updates", "episodes", "episode_actions", "current_obs"},
     "dreamer": {"model", "critic", "slow_critic", "model_opt", "actor_opt", "critic_opt", "buffer"}
-    | {"num_updates", "return_scale", "state", "is_start", "episodes", "episode_actions"}
-    | {"current_obs"},
+    | {"num_updates", "last_update", "return_scale", "memory", "episodes"}
+    | {"episode_actions", "current_obs"},
 }
 NUM_UPDATES = {  # of an optimiser in 20 updates, or steps
     ("awr", "actor_opt"): 15,  # V warms up for 5

@@ -1,7 +1,7 @@
 """What PPO and DQN of Stable-Baselines3 learn from the pixels that algos/dreamer.py learns from, in
-a given time on one core:
+half an hour on one core:
 
-    python sb3_pixels.py ppo --minutes 20 --seed 1 --results benchmark/results
+    python sb3_pixels.py ppo --seed 1
 
 The environment is that of `dreamer.py --env-id MinAtar/Breakout-v1 --size mini`, made by the same
 function: paddle, ball, trail, bricks as 32 x 32 x 4 bytes, 3 actions, some repeated, no time limit.
@@ -14,18 +14,18 @@ linear heads; SB3's own needs 36 x 36 pixels. Its weights are channels-last and 
 kept, as in dreamer.py: both only make it faster. What SETTINGS do not say is as SB3 has it.
 Learning rates stay constant, since nobody knows how many steps there will be.
 
-Training stops when the minutes are over. They are wall-clock time of learn(), with one torch
-thread; evaluations are not counted, nor are imports and the making of the networks. The policy is
-evaluated once a minute and at the end, by common.evaluate: 50 episodes with seeds from 10,000, in
-environments of their own, the most probable (or most valuable) action, frames stacked as above.
-Where it ends depends on the speed of the machine: the same seed does not give the same numbers.
+Training stops when the minutes are over. They are CPU time of learn(), with one torch thread, so
+that a busy machine takes nothing away; evaluations are not counted, nor are imports and the making
+of the networks. The policy is evaluated once a minute and at the end, by common.evaluate: 50
+episodes with seeds from 10,000, in environments of their own, the most probable (or most valuable)
+action, frames stacked as above. Where it ends depends on the speed of the machine: the same seed
+does not give the same numbers.
 
 Each evaluation writes <results>/dreamer__MinAtar-Breakout-v1__none__<ppo or dqn>/<seed>/ anew:
-metrics.csv as from benchmark/run.py (step: environment steps, seconds: of training) and args.json.
+metrics.csv as from benchmark/run.py (step: environment steps, seconds: of CPU time) and args.json.
 """
 
 import argparse
-import ctypes
 import json
 import sys
 import time
@@ -44,9 +44,10 @@ from stable_baselines3.common.vec_env import DummyVecEnv, VecFrameStack, VecTran
 from stable_baselines3.common.vec_env.stacked_observations import StackedObservations
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
 import common
-from algos.dreamer import SIZES, make_env
+from algos.dreamer import SIZES, keep_large_blocks, make_env
 from benchmark.run import write_metrics
 
 ENV_ID = "MinAtar/Breakout-v1"
@@ -136,20 +137,18 @@ class Clock(BaseCallback):
         self.due, self.rows = min(EVAL_INTERVAL, limit), []
 
     def _on_training_start(self) -> None:
-        self.start, self.cpu_start = time.perf_counter(), time.process_time()
+        self.start = time.process_time()
 
     def _on_step(self) -> bool:
-        seconds = time.perf_counter() - self.start
+        seconds = time.process_time() - self.start
         if seconds < self.due:
             return True
-        cpu_seconds = time.process_time() - self.cpu_start
-        self.evaluate(seconds, cpu_seconds)
-        self.start = time.perf_counter() - seconds  # as if no time had passed
-        self.cpu_start = time.process_time() - cpu_seconds
+        self.evaluate(seconds)
+        self.start = time.process_time() - seconds  # as if no time had passed
         self.due = min((seconds // EVAL_INTERVAL + 1) * EVAL_INTERVAL, self.limit)
         return seconds < self.limit
 
-    def evaluate(self, seconds: float, cpu_seconds: float) -> None:
+    def evaluate(self, seconds: float) -> None:
         step = self.num_timesteps
         returns = common.evaluate(self.policy, ENV_ID, EVAL_EPISODES, EVAL_SEED, make_env=make)
         for name in ("mean", "std", "min", "max"):
@@ -157,26 +156,17 @@ class Clock(BaseCallback):
             row = {"step": step, "seconds": f"{seconds:.3f}", "key": f"eval/return_{name}"}
             self.rows.append(row | {"value": value})
         write_metrics(self.folder, self.rows)
-        times = {"seconds": round(seconds, 3), "cpu_seconds": round(cpu_seconds, 3)}
-        args = self.args | {"total_timesteps": step} | times
+        args = self.args | {"total_timesteps": step, "cpu_seconds": round(seconds, 3)}
         temporary = self.folder / "args.json.tmp"
         temporary.write_text(json.dumps(args, indent=2))
         temporary.rename(self.folder / "args.json")
         episodes = [info["r"] for info in self.model.ep_info_buffer]  # the last 100
         print(
-            f"{step:>9,} steps  {seconds:5.0f} s ({cpu_seconds:.0f} s of CPU)"
-            f"  {step / seconds:.0f} steps/s  training return {np.mean(episodes):.2f}"
+            f"{step:>9,} steps  {seconds:5.0f} s of CPU  {step / seconds:.0f} steps/s"
+            f"  training return {np.mean(episodes):.2f}"
             f"  eval return {returns.mean():.2f} +- {returns.std():.2f}",
             flush=True,
         )
-
-
-def keep_large_blocks() -> None:
-    """As algos/dreamer.py has it: glibc gives no freed memory back to the OS, to take it again."""
-    trim_threshold, mmap_max = -1, -4  # their numbers in malloc.h
-    if sys.platform == "linux" and hasattr(ctypes.CDLL(None), "mallopt"):
-        ctypes.CDLL(None).mallopt(mmap_max, 0)
-        ctypes.CDLL(None).mallopt(trim_threshold, 2**31 - 1)
 
 
 def main() -> None:
@@ -184,9 +174,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("algo", choices=list(SETTINGS))
-    parser.add_argument("--minutes", type=float, default=20.0)
+    parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--results", type=Path, default=Path("benchmark/results"))
+    parser.add_argument("--results", type=Path, default=ROOT / "benchmark" / "results")
     options = parser.parse_args()
     torch.set_num_threads(1)
     keep_large_blocks()

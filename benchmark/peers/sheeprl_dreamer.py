@@ -10,9 +10,8 @@ settings of its own. 32-bit floats, Fabric on one CPU device, Adam (fused) for e
 
 It is the algorithm of 2023, ours the revision of 2024 (which sheeprl has as dreamer_v3_5, with
 5 x 5 convolutions of stride 1): LayerNorm, no biases before it, and a learned first state.
-It does less: convolutions with 16, 32, 64, 128 channels, which it derives from the multiplier 16,
-need 0.6 times the products of ours with 32, 48, 64, 64. 1 layer in the prior instead of 2. No loss
-of the critic on replayed states.
+Its convolutions are ours: 16, 32, 64, 128 channels, 4 x 4, stride 2.
+It does less: 1 layer in the prior instead of 2. No loss of the critic on replayed states.
 It does more: the GRU is dense and needs 1.7 times the products of ours, which has 8 blocks. The
 actor acts in the last imagined state, too, and for its loss sees 16 x 1,024 states, not 15 x 1,024,
 and samples actions that nothing reads. The critic sees them once for the values and again for its
