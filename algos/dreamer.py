@@ -1,18 +1,15 @@
 """Dreamer: a latent world model, and a policy that learns in it. Images, vectors; discrete actions.
 
 Paper: "Mastering Diverse Domains through World Models" (DreamerV3), D. Hafner, J. Pasukonis, J. Ba,
-T. Lillicrap, 2023, arXiv:2301.04104. We follow its revision of 2024 (block-diagonal GRU, RMSNorm,
-replayed rewards for the critic); most public ports follow that of 2023.
+T. Lillicrap, 2023, arXiv:2301.04104; its revision of 2024, which most public ports do not follow.
 
 Idea: a world model compresses what is seen into a state, and learns how states follow from actions
-and what they pay. Actor and critic learn from trajectories that are only imagined in it. A state
-has two parts: h, the memory, which a GRU computes from the state and the action before; and z, the
-news, a few one-hot vectors. While the agent sees, z is drawn from the posterior q, which knows h
-and x. The prior p learns to guess z from h alone, so that the model can go on with its eyes closed.
+and what they pay; actor and critic learn from trajectories imagined in it. A state is h, the
+memory, which a GRU carries on, and z, the news, a few one-hot vectors: while the agent sees, from
+the posterior q, which knows x; with eyes closed, from the prior p, which learns to foresee q.
 
-Equations (x observation; sg: no gradient; p, q and pi hold 1 % of the uniform distribution;
-two-hot(y): cross-entropy to y, which is shared between the two nearest of J bins, and the bins grow
-exponentially, so that rewards of any size fit):
+Equations (sg: no gradient; p, q, pi: 1 % uniform; two-hot(y): cross-entropy to y, shared between
+the two nearest of J bins, which grow exponentially, so that rewards of any size fit):
     model       h_t = GRU(h_{t-1}, z_{t-1}, a_{t-1}), posterior q(z|h, x), prior p(z|h), and heads
                 of (h, z) for x, for the reward r and for c, the probability to go on
     its loss    |x - x_hat|^2 + two-hot(r) + BCE(c)
@@ -24,21 +21,17 @@ exponentially, so that rewards of any size fit):
                 scale: running distance from the 5th to the 95th percentile of R
 
 Differences from the paper:
-    - The convolutions are those of 2023, 4 x 4 with stride 2. Those of 2024 are 5 x 5 with stride
-      1, then pooled, and cost several times as much.
+    - The convolutions of 2023, 4 x 4 with stride 2; those of 2024, 5 x 5 and pooled, cost far more.
     - Adam and a clip of the gradient's norm, as in 2023, in place of LaProp and a clip per matrix:
-      there is less to read. Actor and critic have a rate of their own: a small model learns best at
-      a rate that would ruin a small actor.
-    - Sequences start from a state of zeros, not from one that was stored in the replay. So only
-      their last steps, which have seen something, are where imagination starts.
+      less to read. A small model learns best at a rate that would ruin its actor: there are two.
+    - Sequences start from a state of zeros, not from one that was stored in the replay; so only
+      their last steps, which have seen something, are where imagination starts. No online queue.
     - The critic's loss on replayed rewards does not reach the model.
-    - The actor's last layer starts at 0, so that the first steps are uniformly random.
-    - Atari: FIRE serves the ball; else a greedy policy may wait for it for ever.
+    - The actor's last layer starts at 0: the first steps are random. Atari: FIRE serves the ball.
     - Discrete actions only; for others, pi would need a density, and REINFORCE would stay.
 
-Shapes: B sequences of T steps, L last ones of each, N = B L, H horizon, A actions, K environments;
-h is [D], z is [S, C], F = D + S C; J bins; W x W pixels with P channels, O observation, E
-embedding, G blocks. N also stands for any number of rows.
+Shapes: B sequences of T steps, L last ones of each, N = B L (or any number), H horizon, A actions,
+K environments; h is [D], z [S, C], F = D + S C; J bins, G blocks; x is [W, W, P] or [O]; embed [E].
 
 Run it:
     python algos/dreamer.py
@@ -113,7 +106,7 @@ class Args:
     num_envs: int = 8  # K, environments that are stepped side by side
     learning_starts: int = 1_024  # first steps, with random actions and without updates
     buffer_capacity: int = 100_000  # steps that the replay buffer holds; then the oldest go
-    replay_ratio: float = 64.0  # how often, on average, a step is learned from
+    replay_ratio: float = 64.0  # steps that are replayed per environment step, once learning starts
     sequence_length: int = 16  # T, steps of a sequence; a batch has batch_size / T of them
     free_nats: float = 1.0  # a KL below this is good enough
     actor_critic_learning_rate: float = 1e-4  # of actor and critic (Adam)
@@ -146,7 +139,7 @@ class Size(NamedTuple):
     classes: int  # C, of each
     units: int  # width of the hidden layers
     depth: int  # channels of the first convolution; then twice, 4 times, 8 times as many
-    blocks: int  # of the block-diagonal matrices in the GRU
+    blocks: int  # G, of the block-diagonal matrices in the GRU; 1: dense, as small ones can be
     image_size: int  # images are squares of so many pixels
 
 
@@ -287,6 +280,8 @@ class Images(gym.ObservationWrapper):
         image = env.render() if from_pixels else np.zeros(env.observation_space.shape)
         if image is None:
             raise ValueError("it renders nothing")
+        if from_pixels and image.dtype != np.uint8:
+            raise ValueError(f"it renders {image.dtype}, not uint8")
         self.num_channels = image.shape[2] if image.ndim == 3 else 1
         if image.ndim == 3 and image.shape[0] <= 4 < self.num_channels:
             raise ValueError(f"its images {image.shape} must have the channels last")
@@ -426,7 +421,8 @@ class Encoder(nn.Module):
 
     def __init__(self, obs_shape: tuple[int, ...], size: Size):
         super().__init__()
-        if len(obs_shape) == 1:
+        self.is_image = len(obs_shape) == 3
+        if not self.is_image:
             self.embed_dim = size.units
             self.net = nn.Sequential(
                 dense(obs_shape[0], size.units),
@@ -443,7 +439,7 @@ class Encoder(nn.Module):
             self.net = nn.Sequential(*layers).to(memory_format=torch.channels_last)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.dim() == 2:
+        if not self.is_image:
             return self.net(x)
         return self.net(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1).flatten(1)  # [N, E]
 
@@ -707,10 +703,10 @@ class Buffer:
         return sum(column.nbytes for column in self.columns.values())
 
     def add(self, env: int, obs, reward=0.0, is_first=False, is_last=False, is_terminal=False):
-        row = self.position[env], env
-        values = (obs, 0, reward, is_first, is_last, is_terminal)  # set_actions() replaces the 0
-        for column, value in zip(self.columns.values(), values):
-            column[row] = value
+        row = {"obs": obs, "reward": reward, "action": 0}  # set_actions() replaces the 0
+        row |= {"is_first": is_first, "is_last": is_last, "is_terminal": is_terminal}
+        for name, value in row.items():
+            self.columns[name][self.position[env], env] = value
         self.position[env] = (self.position[env] + 1) % self.length
         self.size[env] = min(self.size[env] + 1, self.length)
 
@@ -802,9 +798,9 @@ def entropy_of(log_probs: torch.Tensor) -> torch.Tensor:
     return -(log_probs.exp() * log_probs).sum(-1)
 
 
-def kl(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
-    """KL(p || q), summed over the groups. [.., S, C] -> [..]"""
-    return (log_p.exp() * (log_p - log_q)).sum(dim=(-2, -1))
+def kl(log_left: torch.Tensor, log_right: torch.Tensor) -> torch.Tensor:
+    """KL(left || right), summed over the groups. [.., S, C] -> [..]"""
+    return (log_left.exp() * (log_left - log_right)).sum(dim=(-2, -1))
 
 
 def kl_losses(
@@ -1078,7 +1074,7 @@ EVALUATE_MAY_CHANGE = (
 )
 DYNAMICS_COEF, REPRESENTATION_COEF = 1.0, 0.1  # of the two KL losses
 RETURN_SCALE_RATE = 0.01  # how fast the scale of returns follows what is imagined
-MODEL_MAX_GRAD_NORM, MAX_GRAD_NORM = 1000.0, 100.0  # clips, which only an explosion meets
+MODEL_MAX_GRAD_NORM, MAX_GRAD_NORM = 1000.0, 100.0  # clips: of the first update, and of explosions
 DREAM_FRAMES, DREAM_CONTEXT = 24, 3  # of a picture; of those, how many it sees before it imagines
 
 
@@ -1185,7 +1181,7 @@ def train(args: Args) -> dict[str, float]:
             done = f"{run_dir} is at step {checkpoint['step']} already"
             raise InputError(f"{done}: give it a larger budget")
         for name, part in parts.items():
-            part.load_state_dict(checkpoint[name])
+            part.load_state_dict(deepcopy(checkpoint[name]))  # Adam would keep the mapped tensors
         generator.set_state(checkpoint["generator"])
         buffer.load_state(checkpoint["buffer"])
         return_scale.copy_(checkpoint["return_scale"])
@@ -1200,6 +1196,7 @@ def train(args: Args) -> dict[str, float]:
         for env, episode, actions in zip(envs, episodes, episode_actions)
     ]
     current_obs = np.stack([obs for obs, _ in starts])  # [K, W, W, P] or [K, O]
+    current_obs = current_obs.astype(buffer.columns["obs"].dtype)
     returns_so_far = [episode_return for _, episode_return in starts]
     is_fresh, first_update = not args.resume, num_updates
     if args.resume:
