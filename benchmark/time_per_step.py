@@ -2,9 +2,9 @@
 
     python benchmark/time_per_step.py dreamer --env-id CartPole-v1 --from-pixels --size small ...
 
-All flags after the name are those of the script. A line is charged with everything that it calls;
-what comes before the first update is left out, and so are evaluations and checkpoints. The second
-table names the most expensive statements.
+All flags after the name are those of the script. A line is charged with everything that it calls.
+What comes before the loop is left out, and so is the last step: logs, evaluations, checkpoints. The
+second table names the most expensive statements.
 """
 
 import ast
@@ -14,6 +14,7 @@ import re
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import tyro
@@ -45,9 +46,9 @@ def statements_of(source: str) -> dict[int, int]:
     return first
 
 
-def seconds_per_line(train, args) -> dict[int, float]:
+def seconds_per_line(train: Callable, args) -> dict[int, float]:
     """CPU seconds of every line of train(), from 1 on"""
-    seconds, last = {}, [time.process_time(), None]
+    seconds, last, tracer = {}, [0.0, None], sys.gettrace()
 
     def in_train(frame, event, arg):
         now = time.process_time()
@@ -64,7 +65,7 @@ def seconds_per_line(train, args) -> dict[int, float]:
     try:
         train(args)
     finally:
-        sys.settrace(None)
+        sys.settrace(tracer)
     return seconds
 
 

@@ -1,6 +1,7 @@
 """benchmark/run.py runs what is not done, goes on with what was cut off, reports what failed."""
 
 import csv
+import inspect
 import json
 import os
 import signal
@@ -15,7 +16,7 @@ import tyro
 from conftest import ALGOS, OFFLINE, ROOT, WITH_DATA, load
 
 import common
-from benchmark import fqf_fractions, model_error, report, run, speed, weights
+from benchmark import fqf_fractions, model_error, report, run, speed, time_per_step, weights
 
 sys.path.insert(0, str(ROOT / "benchmark" / "data"))
 import make
@@ -206,6 +207,37 @@ def test_speed_table_by_hand():
     # one thread counts CPU time: 50 and 25 a second; two threads count wall-clock: 100 and 50
     assert table[2] == "| ours | 38 [25, 50] | 1.00 | 75 [50, 100] | 1.00 | 300 |"
     assert table[3] == "| peer | 19 [12, 25] | 0.50 | 38 [25, 50] | 0.50 | 300 |"
+
+
+def loop(seconds):
+    # 1. rest
+    for share in (0.1, 0.3):
+        time.sleep(share)
+
+        # 2. work,
+        # and no rest
+        burn(
+            share * seconds,
+        )
+
+
+def burn(seconds):
+    start = time.process_time()
+    while time.process_time() - start < seconds:
+        pass
+
+
+def test_time_per_step_is_cpu_time_of_the_lines_themselves():
+    """Two statements of a loop: one sleeps, which costs nothing, the other works."""
+    source = inspect.getsource(loop)
+    steps = time_per_step.steps_of(source.splitlines())
+    assert steps == dict.fromkeys((2, 3, 4, 5), "1. rest") | dict.fromkeys(range(6, 11), "2. work,")
+    statements = time_per_step.statements_of(source)
+    assert statements[4] == 4 and statements[8] == statements[9] == statements[10] == 8
+    seconds = time_per_step.seconds_per_line(loop, 1.0)
+    total = sum(seconds.values())
+    assert set(seconds) == {3, 4, 8, 9} and total > 0.4
+    assert seconds[8] + seconds[9] > 0.9 * total
 
 
 def test_every_peer_has_a_script_and_a_package():
