@@ -274,6 +274,8 @@ CLONED += [(env_id, dataset) for env_id, (dataset, _) in THEIR_EXPERTS.items()]
 TABLE += [Row("marwil", *task, "bc", "--beta 0", 0.8) for task in CLONED]
 # Dreamer, on its own pixels, and on those of a game that others wrote
 TABLE += [Row("dreamer", "PixelCatch-v0", "none", "default", "", 9.0)]
+ONE_RATE = "--actor-critic-learning-rate 1e-3"  # that of the model
+TABLE += [Row("dreamer", "PixelCatch-v0", "none", "one-rate", ONE_RATE, 9.0, "dreamer-ablation")]
 BREAKOUT = (
     "--size mini --total-timesteps 40000 --replay-ratio 32 --horizon 15 --gamma 0.99"
     " --actor-critic-learning-rate 2e-4 --policy-entropy-coef 1e-3 --eval-interval 2000"
