@@ -1,7 +1,11 @@
-"""Turn the results of benchmark/run.py into tables and learning curves, and put them in the README.
+"""Turn the results of benchmark/run.py into tables and learning curves, and put them in the README
+and on a page.
 
-    python benchmark/report.py           print the tables, draw the figures, update the README
-    python benchmark/report.py --check   write nothing; exit code 1 if the README is out of date
+    python benchmark/report.py           print the tables, draw the figures, update README and page
+    python benchmark/report.py --check   write nothing; exit code 1 if README or page is out of date
+
+The page is one file that works without a network: curves to hover and filter, a table to sort, and
+the command of each row. Its HTML, style and script are benchmark/page.html.
 
 A row of a table is one folder results/<algo>__<env>__<dataset>__<variant>/ with a run per seed.
 Where several algorithms were trained on the same data, a table of all of them comes first.
@@ -14,8 +18,10 @@ Shapes: S seeds, T tasks, E evaluations, R resamples.
 """
 
 import csv
+import json
 import math
 import os
+import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +31,10 @@ import numpy as np
 import tyro
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from benchmark import run
+
+PAGE = ROOT / "benchmark" / "page.html"  # the template
 NUM_RESAMPLES = 10_000
 HEADER = (
     "| variant | seeds | {unit} | random policy | behaviour policy | BC "
@@ -44,13 +54,27 @@ ABLATIONS = {f"{algo}-ablation": algo for algo in ONLINE}  # whose default stand
 # Okabe and Ito's colours, which colour-blind readers can tell apart, without yellow (too pale).
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 
+# The panels of overview.png, in the order in which the README teaches the files: of each algorithm
+# a task that it learns, with as many seeds and as different from its neighbours' as there are.
+OVERVIEW = {
+    "awr": ("Pendulum-v1", "shipped"),
+    "marwil": ("CartPole-v1", "shipped"),
+    "crr": ("Pendulum-v1", "random-100000"),
+    "rlpd": ("MountainCarContinuous-v0", "shipped"),
+    "mbpo": ("InvertedPendulum-v5", "none"),
+    "fqf": ("CartPole-v1", "none"),
+    "gail": ("Pendulum-v1", "Pendulum-v1-expert"),  # CartPole needs no expert: see the README
+    "dreamer": ("PixelCatch-v0", "none"),
+}
+
 
 @dataclass
 class Options:
     results: Path = ROOT / "benchmark" / "results"  # folders <row>/<seed>/metrics.csv
     readme: Path = ROOT / "README.md"  # the file with the two results markers
     figures: Path = ROOT / "benchmark" / "results"  # where the PNGs go
-    check: bool = False  # write nothing, exit with 1 if the README is out of date
+    check: bool = False  # write nothing, exit with 1 if the README or the page is out of date
+    page: Path = ROOT / "benchmark" / "results" / "index.html"  # all results, to be hovered
 
 
 @dataclass
@@ -150,11 +174,15 @@ def read_results(folder: Path) -> Results:
     return results
 
 
+def main_variant(algo: str) -> str:
+    return MAIN_VARIANT.get(algo, "default")
+
+
 def side_by_side(results: Results) -> Results:
     """Where several algorithms saw the same data: ("all", env, dataset, algo), and one "bc"."""
     tasks: dict[tuple[str, ...], dict[str, list[Run]]] = {}
     for row, runs in results.items():
-        is_main = len(row) == 4 and row[3] == MAIN_VARIANT.get(row[0], "default")
+        is_main = len(row) == 4 and row[3] == main_variant(row[0])
         if is_main and row[0] not in ONLINE:
             tasks.setdefault(row[1:3], {})[row[0]] = runs
     together = {}
@@ -232,6 +260,13 @@ def learning_curve(runs: list[Run]) -> tuple[np.ndarray, np.ndarray]:
     return steps, np.stack([run.returns[index] for run, index in zip(runs, position)])
 
 
+def curve_and_band(runs: list[Run]) -> tuple[np.ndarray, ...]:
+    """-> steps, IQM, and the low and high end of its 95 % interval, [E] each."""
+    steps, returns = learning_curve(runs)
+    low, high = np.array([bootstrap_interval(column[:, None]) for column in returns.T]).T
+    return steps, iqm(returns.T), low, high
+
+
 # ---- writing
 
 
@@ -253,12 +288,16 @@ def span(values: list[int]) -> str:
     return f"{low:,}" if low == high else f"{low:,}-{high:,}"
 
 
-def estimate(scores: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray]) -> str:
-    """[S] -> "value [low, high]". One seed says nothing about the others: it gets no interval."""
-    if len(scores) == 1:
-        return number(scores[0])
-    low, high = bootstrap_interval(scores[:, None], statistic)
-    return f"{number(statistic(scores))} [{number(low)}, {number(high)}]"
+def estimate(
+    scores: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray]
+) -> tuple[float, ...]:
+    """[S] -> value, low, high. One seed says nothing about the others: it gets no interval."""
+    value = statistic(scores).item()
+    return (value, *bootstrap_interval(scores[:, None], statistic)) if len(scores) > 1 else (value,)
+
+
+def in_brackets(value: float, *interval: float) -> str:
+    return f"{number(value)} [{', '.join(map(number, interval))}]" if interval else number(value)
 
 
 def table(results: Results, group: tuple[str, ...]) -> str:
@@ -268,7 +307,8 @@ def table(results: Results, group: tuple[str, ...]) -> str:
         last, best = last_and_best(runs)
         budget = span([run.steps[-1] for run in runs])
         scores = (estimate(last, iqm), estimate(last, mean), estimate(best, iqm))
-        cells = [variant, str(len(runs)), budget, *compare, *scores]
+        cells = [variant, str(len(runs)), budget, *compare]
+        cells += [in_brackets(*score) for score in scores]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -283,10 +323,9 @@ def figure(results: Results, group: tuple[str, ...], path: Path) -> None:
     for i, (variant, runs) in enumerate(variants.items()):
         color = "black" if variant == "bc" else PALETTE[i % len(PALETTE)]
         style = "-" if variant == "bc" or i < len(PALETTE) else "-."
-        steps, returns = learning_curve(runs)
-        intervals = [bootstrap_interval(column[:, None]) for column in returns.T]
-        axes.fill_between(steps, *zip(*intervals), color=color, alpha=0.15, linewidth=0)
-        lines += axes.plot(steps, iqm(returns.T), style, color=color, linewidth=1.8, label=variant)
+        steps, middle, low, high = curve_and_band(runs)
+        axes.fill_between(steps, low, high, color=color, alpha=0.15, linewidth=0)
+        lines += axes.plot(steps, middle, style, color=color, linewidth=1.8, label=variant)
     lines.sort(key=lambda line: -line.get_ydata()[-1])  # the legend in the order of the line ends
 
     compare = references(results, group)
@@ -320,6 +359,47 @@ def figure(results: Results, group: tuple[str, ...], path: Path) -> None:
     canvas.savefig(path, metadata={"Software": None})  # a new matplotlib alone is no new figure
 
 
+def overview(results: Results, path: Path) -> None:
+    """All algorithms at a glance: the first figure of the README. Drawn at twice the pixels at
+    which it is shown, so that its small letters stay sharp."""
+    from matplotlib.figure import Figure
+
+    rows = {algo: (algo, *task, main_variant(algo)) for algo, task in OVERVIEW.items()}
+    rows = {algo: row for algo, row in rows.items() if row in results}
+    if not rows:
+        return
+    canvas = Figure(figsize=(9, 4.5), dpi=200, layout="constrained")
+    canvas.get_layout_engine().set(h_pad=0.08, w_pad=0.06)
+    panels = canvas.subplots(2, 4).flat
+    for (algo, row), axes in zip(rows.items(), panels):
+        steps, middle, low, high = curve_and_band(results[row])
+        band = axes.fill_between(steps, low, high, color=PALETTE[0], alpha=0.2, linewidth=0)
+        (line,) = axes.plot(steps, middle, color=PALETTE[0], linewidth=1.6)
+        random = references(results, row[:3])["random"]
+        level = math.nan if random is None else random
+        dashed = axes.axhline(level, color="0.45", linestyle=(0, (5, 3)), linewidth=1.1, zorder=1)
+        name = algo.capitalize() if algo == "dreamer" else algo.upper()
+        axes.set_title(name, fontsize=9, fontweight="bold", loc="left", x=-0.15)
+        axes.set_title(row[1], fontsize=8, loc="right", color="0.3")
+        axes.set_xlabel(f"{unit(row)}, {len(results[row])} seeds", fontsize=7.5, color="0.3")
+        axes.xaxis.set_major_formatter(lambda x, _: f"{x / 1000:g}k" if x else "0")
+        axes.yaxis.set_major_formatter("{x:,g}")
+        axes.locator_params(nbins=4)
+        axes.tick_params(labelsize=7.5, color="0.7")
+        axes.margins(x=0.02)
+        axes.grid(color="0.93")
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.spines[["left", "bottom"]].set_color("0.7")
+    for axes in panels:  # no results yet
+        axes.set_axis_off()
+    labels = ("evaluation return, IQM over seeds", "95 % interval", "random policy")
+    legend = {"loc": "outside lower center", "ncols": 3, "fontsize": 8, "frameon": False}
+    canvas.legend([line, band, dashed], labels, **legend)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    canvas.savefig(path, metadata={"Software": None})
+
+
 def section(results: Results, figures: dict[tuple[str, ...], Path], readme: Path) -> str:
     """All that stands between the markers."""
     parts = [NOTE]
@@ -329,6 +409,80 @@ def section(results: Results, figures: dict[tuple[str, ...], Path], readme: Path
         image = f"![learning curves of {name}]({link})"
         parts += [f"### {name}", table(results, group), image]
     return "\n\n".join(parts)
+
+
+def command_of(row: tuple[str, ...]) -> str | None:
+    """What one types for the first seed of a row; None for a row that run.py does not know."""
+    known = {entry.name: entry for entry in run.TABLE}.get("__".join(row))
+    if known is None:
+        return None
+    return shlex.join(["python", f"algos/{known.algo}.py", *known.arguments, "--seed", "1"])
+
+
+def rounded(value: float | None) -> float | None:
+    """To the digit of the tables, one more where returns are small. Without -0.0."""
+    return None if value is None else round(float(value), 1 if abs(value) >= 10 else 2) + 0.0
+
+
+def page_row(row: tuple[str, ...], runs: list[Run], compare: dict[str, float | None]) -> dict:
+    last, best = last_and_best(runs)
+    budgets = [run.steps[-1].item() for run in runs]
+    steps, *curves = curve_and_band(runs)  # [E], and three of [E]
+    return {
+        **dict(zip(("algo", "env", "dataset", "variant"), row)),
+        "seeds": len(runs),
+        "budget": [min(budgets), max(budgets)],
+        **{name.lower(): rounded(value) for name, value in compare.items()},
+        "last": [rounded(value) for value in estimate(last, iqm)],
+        "mean": [rounded(value) for value in estimate(last, mean)],
+        "best": [rounded(value) for value in estimate(best, iqm)],
+        "command": command_of(row),
+        "steps": steps.tolist(),
+        **{
+            name: [rounded(value) for value in curve]
+            for name, curve in zip(("iqm", "low", "high"), curves)
+        },
+    }
+
+
+def page_data(results: Results) -> dict:
+    """Every row with its numbers and its curve, and which of them share a chart, under which names:
+    a row may be in several charts, and is in the page once."""
+    everything = results | side_by_side(results)
+    algos = list(OVERVIEW)
+
+    def rank(group: tuple[str, ...]) -> tuple:  # side by side first, then in the README's order
+        algo = ABLATIONS.get(group[0], group[0])
+        known = algos.index(algo) if algo in algos else len(algos)
+        return group[0] != "all", known, group
+
+    groups = sorted({row[:3] for row in everything if len(row) == 4}, key=rank)
+    compare = {group: references(everything, group) for group in groups}
+    rows, places = [], {}
+    for group in groups:
+        for variant, runs in group_of(results, group).items():
+            places[id(runs)] = len(rows)  # side_by_side gives the same runs another name
+            rows.append(page_row((*group, variant), runs, compare[group]))
+    charts = [
+        {
+            "title": title(group),
+            "unit": unit(group),
+            **{name: rounded(compare[group][name]) for name in ("random", "behaviour")},
+            "lines": [
+                {"label": variant, "row": places[id(runs)]}
+                for variant, runs in group_of(everything, group).items()
+            ],
+        }
+        for group in groups
+    ]
+    return {"palette": PALETTE, "rows": rows, "charts": charts}
+
+
+def page(results: Results) -> bytes:
+    """The template with the results in it. No name in them can end the script that they are in:
+    JSON has another way to write a <."""
+    data = json.dumps(page_data(results), separators=(",", ":")).replace("<", r"\u003c")
+    return PAGE.read_text(encoding="utf-8").replace("@DATA@", data).encode()
 
 
 def replace_section(readme: bytes, text: str, name: str) -> bytes:
@@ -354,21 +508,26 @@ def write(path: Path, content: bytes) -> None:
 
 def main(options: Options) -> int:
     try:
-        results = read_results(options.results)
-        results |= side_by_side(results)
+        measured = read_results(options.results)
+        results = measured | side_by_side(measured)
         groups = groups_of(results)
         figures = {group: options.figures / f"{'__'.join(group)}.png" for group in groups}
         text = section(results, figures, options.readme)
         old = options.readme.read_bytes()
         new = replace_section(old, text, "results")
+        new_page = page(measured)
         if options.check:
-            if new == old:
-                return 0
-            stale = f"{options.readme} is out of date: run python benchmark/report.py"
-            print(f"report: {stale}", file=sys.stderr)
-            return 1
+            old_page = options.page.read_bytes() if options.page.exists() else None
+            stale = [options.readme] * (new != old) + [options.page] * (new_page != old_page)
+            for path in stale:
+                message = f"{path} is out of date: run python benchmark/report.py"
+                print(f"report: {message}", file=sys.stderr)
+            return 1 if stale else 0
         for group, path in figures.items():
             figure(results, group, path)
+        overview(results, options.figures / "overview.png")
+        options.page.parent.mkdir(parents=True, exist_ok=True)
+        write(options.page, new_page)
         write(options.readme, new)
     except (ReportError, OSError) as error:
         print(f"report: {error}", file=sys.stderr)

@@ -52,6 +52,14 @@ class Row:
         name = f"{self.table or self.algo}__{self.env_id}__{dataset}__{self.variant}"
         return name.replace(":", "-").replace("/", "-")
 
+    @property
+    def arguments(self) -> list[str]:
+        """All that makes a run of this row what it is, but for the seed. report.py shows them."""
+        identity = ["--env-id", self.env_id]
+        if self.algo not in WITHOUT_DATA:
+            identity += ["--dataset", self.dataset]
+        return [*identity, *EVALUATION.split(), *self.flags.split()]
+
 
 CRR_VARIANTS = {
     "mean-binary": "--advantage-type mean --weight-type binary",
@@ -322,12 +330,9 @@ class Run:
         threads = max(1, (os.cpu_count() or 1) // options.jobs)
         quick = QUICK_ONLINE if self.row.algo in ONLINE else QUICK_OFFLINE
         quick = {"gail": QUICK_GAIL, "dreamer": QUICK_DREAMER}.get(self.row.algo, quick)
-        flags = f"{EVALUATION} {self.row.flags} {quick if options.quick else ''}".split()
-        identity = ["--env-id", self.row.env_id]
-        if self.row.algo not in WITHOUT_DATA:
-            identity += ["--dataset", self.row.dataset]
+        flags = [*self.row.arguments, *(quick.split() if options.quick else [])]
         place = ["--seed", str(self.seed), "--run-dir", os.path.relpath(self.run_dir, ROOT)]
-        return [*script, *identity, *place, "--torch-threads", str(threads), *flags]
+        return [*script, *flags, *place, "--torch-threads", str(threads)]
 
     def start(self, options: Options) -> None:
         if not (self.run_dir / "checkpoint.pt").exists():  # killed before its first one: anew

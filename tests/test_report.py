@@ -40,7 +40,10 @@ def options(tmp_path: Path) -> report.Options:
         write_run(results / "crr__Env-v1__shipped__mean-exp" / str(seed), curve, behaviour=12)
     write_run(results / "crr__Env-v1__shipped__bc" / "1", {0: 1, 500: 9, 1000: 7}, behaviour=22)
     (tmp_path / "README.md").write_bytes(BEFORE + MARKERS[0] + b"old" + MARKERS[1] + AFTER)
-    return report.Options(results, tmp_path / "README.md", tmp_path / "docs" / "figures")
+    docs = tmp_path / "docs"
+    return report.Options(
+        results, tmp_path / "README.md", docs / "figures", page=docs / "page" / "index.html"
+    )
 
 
 def cells(table: str) -> list[list[str]]:
@@ -328,6 +331,51 @@ def test_figure_file(options):
     assert png == paths[1].read_bytes()  # no time stamp: a rerun is no diff
 
 
+def test_overview(tmp_path, monkeypatch):
+    """One panel per algorithm that has results, in the README's order, with its own numbers."""
+    from matplotlib.figure import Figure
+
+    write_run(tmp_path / "random__PixelCatch-v0" / "1", {0: -0.75})
+    for seed, end in ((1, 0.5), (2, 1.0)):
+        write_run(
+            tmp_path / "dreamer__PixelCatch-v0__none__default" / str(seed), {0: -1, 4000: end}
+        )
+        folder = tmp_path / "crr__Pendulum-v1__random-100000__mean-binary" / str(seed)
+        write_run(folder, {0: -1200, 10_000: -150 - seed})
+    drawn = []
+    with monkeypatch.context() as patch:
+        patch.setattr(Figure, "savefig", lambda self, *args, **kwargs: drawn.append(self))
+        report.overview(report.read_results(tmp_path), tmp_path / "x.png")
+    panels = drawn[0].axes
+    assert len(panels) == 8 and [axes.axison for axes in panels] == [True] * 2 + [False] * 6
+    names = [(axes.get_title("left"), axes.get_title("right")) for axes in panels[:2]]
+    assert names == [("CRR", "Pendulum-v1"), ("Dreamer", "PixelCatch-v0")]
+    curve, random = panels[1].lines
+    assert curve.get_xdata().tolist() == [0, 4000] and curve.get_ydata().tolist() == [-1, 0.75]
+    assert set(random.get_ydata()) == {-0.75} and random.get_linestyle() != "-"
+    band = panels[1].collections[0].get_paths()[0].vertices
+    assert set(band[band[:, 0] == 4000][:, 1]) == {0.5, 1.0}  # of two seeds, the two themselves
+    assert panels[0].get_xlabel() == "updates, 2 seeds"
+    assert panels[1].get_xlabel() == "environment steps, 2 seeds"
+
+    report.overview(report.read_results(tmp_path), tmp_path / "x.png")
+    png = (tmp_path / "x.png").read_bytes()
+    assert int.from_bytes(png[16:20], "big") == 1800  # twice 900, the width at which it is shown
+
+
+def test_no_overview_of_unknown_tasks(options):
+    assert report.main(options) == 0
+    assert not (options.figures / "overview.png").exists()
+
+
+def test_overview_shows_all_eight():
+    results = report.read_results(ROOT / "benchmark" / "results")
+    assert [*report.OVERVIEW] == ["awr", "marwil", "crr", "rlpd", "mbpo", "fqf", "gail", "dreamer"]
+    for algo, task in report.OVERVIEW.items():
+        assert (algo, *task, report.main_variant(algo)) in results
+        assert ("random", task[0]) in results
+
+
 # ---- the README
 
 
@@ -360,7 +408,7 @@ def test_crash_while_writing_leaves_the_old_readme(options, monkeypatch, capsys)
     assert report.main(options) == 2
     assert "No space left" in one_line_of(capsys)
     assert options.readme.read_bytes() == old
-    assert not list(options.readme.parent.glob("*.tmp"))
+    assert not list(options.readme.parent.glob("**/*.tmp"))
 
 
 @pytest.mark.parametrize(
@@ -395,8 +443,13 @@ def test_check(options, capsys):
     old = options.readme.read_bytes()
     options.check = True
     assert report.main(options) == 1
-    assert "run python benchmark/report.py" in one_line_of(capsys)
-    assert options.readme.read_bytes() == old and not options.figures.exists()
+    out, err = capsys.readouterr()
+    assert out == "" and err == "".join(
+        f"report: {path} is out of date: run python benchmark/report.py\n"
+        for path in (options.readme, options.page)
+    )
+    assert options.readme.read_bytes() == old
+    assert not options.figures.exists() and not options.page.parent.exists()
 
     options.check = False
     report.main(options)
@@ -413,11 +466,26 @@ def test_check(options, capsys):
     assert "README.md" in one_line_of(capsys)
     assert options.readme.read_bytes() == stale
 
-    options.readme.write_bytes(current)  # a number of the results
+    options.readme.write_bytes(current)
+    page = options.page.read_bytes()
+    options.page.write_bytes(page.replace(b"-3.5", b"-3.6"))  # a number of the page
+    assert report.main(options) == 1
+    assert str(options.page) in one_line_of(capsys)
+    options.page.write_bytes(page)
+    assert report.main(options) == 0
+
+    # a number of the results that is in no table: the page has the curves as well
+    metrics = options.results / "crr__Env-v1__shipped__bc" / "1" / "metrics.csv"
+    text = metrics.read_text()
+    metrics.write_text(text.replace("0,1.5,eval/return_mean,1\n", "0,1.5,eval/return_mean,2\n"))
+    assert metrics.read_text() != text and report.main(options) == 1
+    assert str(options.page) in one_line_of(capsys)
+    metrics.write_text(text)
+
     metrics = options.results / "crr__Env-v1__shipped__mean-exp" / "4" / "metrics.csv"
     metrics.write_text(metrics.read_text().replace("return_mean,100", "return_mean,101"))
     assert report.main(options) == 1
-    one_line_of(capsys)
+    assert capsys.readouterr().err.count(" is out of date: ") == 2
 
 
 # ---- bad input
@@ -485,12 +553,13 @@ def test_folder_that_is_no_row(options, capsys):
 
 def test_command_line(options, tmp_path):
     script = [sys.executable, str(ROOT / "benchmark" / "report.py"), "--results"]
-    folders = ["--readme", "README.md", "--figures", "figures"]
+    folders = ["--readme", "README.md", "--figures", "figures", "--page", "page.html"]
     done = subprocess.run([*script, "results", *folders], cwd=tmp_path, capture_output=True)
     assert done.returncode == 0, done.stderr.decode()
     assert b"| 42.5 [" in done.stdout
     assert b"](figures/crr__Env-v1__shipped.png)" in options.readme.read_bytes()
     assert (tmp_path / "figures" / "crr__Env-v1__shipped.png").is_file()
+    assert (tmp_path / "page.html").read_bytes().startswith(b"<!doctype html>")
     done = subprocess.run([*script, "nowhere", "--check"], cwd=tmp_path, capture_output=True)
     assert done.returncode == 2 and done.stderr.count(b"\n") == 1
 
