@@ -3,15 +3,17 @@
     python benchmark/run.py                       everything that is not done yet
     python benchmark/run.py --only crr --seeds 2  rows whose name contains "crr", two seeds each
     python benchmark/run.py --quick               every row for a few updates: does it still work?
+    python benchmark/run.py --list                the rows and what they cost; runs nothing
 
 Some rows use datasets that other people made and that are not ours to ship, or that are too large.
 They are looked for in runs/data/ and left out if they are not there; benchmark/data/README.md says
 where they come from.
 
 A run is a subprocess of the plain script. One that is done is skipped, one that was interrupted
-goes on from its checkpoint, one that fails is reported with its last lines while the others go on
-(the exit code is then 1). Runs live in runs/benchmark/<row>/<seed>/. When one is done, its
-evaluations are copied to benchmark/results/<row>/<seed>/, small and committed, for report.py.
+goes on from its checkpoint, one that fails or is killed is reported with its last lines while the
+others go on (the exit code is then 1, and the same command tries it again). Runs live in
+runs/benchmark/<row>/<seed>/. When one is done, its evaluations are copied to
+benchmark/results/<row>/<seed>/, small and committed, for report.py.
 
 On a SLURM cluster, one array job does the same, one task per seed:
     sbatch --array=1-5 --wrap 'python benchmark/run.py --jobs 1 --seed $SLURM_ARRAY_TASK_ID'
@@ -33,6 +35,19 @@ import tyro
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # for common.py
+
+# What a run's process executes before the script. On Linux a run is to die with the process that
+# started it: when that is killed, a run that lived on would share its folder with its successor.
+DIE_WITH_PARENT = """
+import ctypes, os, signal, sys
+parent, *command = sys.argv[1:]
+if sys.platform == "linux":
+    PR_SET_PDEATHSIG = 1  # its number in linux/prctl.h
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(parent):
+        sys.exit("the runner died before the run began")
+os.execv(command[0], command)
+"""
 
 
 @dataclass(frozen=True)
@@ -299,7 +314,9 @@ class Options:
     only: str = ""  # rows whose name contains this
     seeds: int = 5  # seeds 1..N of every row
     seed: int | None = None  # this seed alone
-    jobs: int = 2  # runs at once
+    jobs: int = 2  # runs at once, on this machine
+    threads: int | None = None  # of each run; without it: cores / jobs
+    list: bool = False  # print the rows and what they cost, and run nothing
     quick: bool = False  # a few updates of every row, one seed, kept out of the results
     results: Path = ROOT / "benchmark" / "results"  # where finished runs are copied to
     runs: Path = ROOT / "runs" / "benchmark"  # where runs live
@@ -317,7 +334,7 @@ class Run:
         script = [sys.executable, str(ROOT / "algos" / f"{self.row.algo}.py"), "--quiet"]
         if (self.run_dir / "checkpoint.pt").exists():
             return [*script, "--resume", os.path.relpath(self.run_dir, ROOT)]
-        threads = max(1, (os.cpu_count() or 1) // options.jobs)
+        threads = options.threads or max(1, (os.cpu_count() or 1) // options.jobs)
         quick = QUICK_ONLINE if self.row.algo in ONLINE else QUICK_OFFLINE
         quick = {"gail": QUICK_GAIL, "dreamer": QUICK_DREAMER}.get(self.row.algo, quick)
         flags = f"{EVALUATION} {self.row.flags} {quick if options.quick else ''}".split()
@@ -332,7 +349,8 @@ class Run:
             shutil.rmtree(self.run_dir, ignore_errors=True)
         self.run_dir.mkdir(parents=True, exist_ok=True)
         with open(self.run_dir / "output.txt", "w") as log:
-            command = self.command(options)
+            command = [sys.executable, "-c", DIE_WITH_PARENT, str(os.getpid())]
+            command += self.command(options)
             self.process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
 
     def is_finished(self) -> bool:
@@ -345,12 +363,28 @@ class Run:
         return max(steps, default=0) >= args.get("total_updates", args.get("total_timesteps"))
 
     def publish(self) -> None:
-        rows = evaluations(self.run_dir / "metrics.csv")
-        write_metrics(self.result_dir, rows)
+        self.result_dir.mkdir(parents=True, exist_ok=True)
         shutil.copy(self.run_dir / "args.json", self.result_dir)
         dreams = sorted(self.run_dir.glob("dreams/*.png"))  # Dreamer's, one per evaluation
         if dreams:
             shutil.copy(dreams[-1], self.result_dir / "dream.png")
+        # last, since this file says that the run is done
+        write_metrics(self.result_dir, evaluations(self.run_dir / "metrics.csv"))
+
+    def end(self) -> list[str]:
+        """Publish it. If it failed, or that fails: what is to be told about it."""
+        code, output = self.process.returncode, self.run_dir / "output.txt"
+        if code == 0:
+            try:
+                self.publish()
+            except OSError as error:
+                return [f"it is done, but was not published: {error}"]
+            return []
+        lines = output.read_text().splitlines()[-5:] if output.exists() else []
+        return [
+            *lines,
+            f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}",
+        ]
 
 
 PUBLISHED = ("eval/", "stats/behaviour", "stats/holdout_mse_", "stats/fresh_mse")
@@ -396,15 +430,22 @@ def evaluate_random_policy(env_id: str, results: Path) -> None:
     write_metrics(folder, [value])
 
 
+def print_table(rows: list[Row], num_seeds: int) -> None:
+    """Every row, its seeds and minutes, and the hours of each algorithm, on one core."""
+    for row in rows:
+        print(f"{row.name:<84} {num_seeds} x {row.minutes:5.1f} min")
+    for algo in [*dict.fromkeys(row.algo for row in rows), ""]:
+        minutes = [row.minutes for row in rows if row.algo == algo or not algo]
+        hours = sum(minutes) * num_seeds / 60
+        print(f"{algo or 'all':<8} {len(minutes):4} rows {len(minutes) * num_seeds:5} runs", end="")
+        print(f" {hours:7.1f} hours of one core")
+
+
 def clock(seconds: float) -> str:
     return f"{int(seconds) // 3600}:{int(seconds) // 60 % 60:02}:{int(seconds) % 60:02}"
 
 
 def main(options: Options) -> int:
-    if options.quick:
-        options.runs, options.results = options.runs / "quick", options.runs / "quick-results"
-        shutil.rmtree(options.runs, ignore_errors=True)
-        shutil.rmtree(options.results, ignore_errors=True)
     rows = [row for row in TABLE if options.only in row.name]
     for file in sorted({row.dataset for row in rows if row.dataset.endswith(".npz")}):
         if not (ROOT / file).exists():
@@ -412,6 +453,13 @@ def main(options: Options) -> int:
             rows = [row for row in rows if row.dataset != file]
     seeds = range(1, 2 if options.quick else options.seeds + 1)
     seeds = seeds if options.seed is None else [options.seed]
+    if options.list:
+        print_table(rows, len(seeds))
+        return 0
+    if options.quick:
+        options.runs, options.results = options.runs / "quick", options.runs / "quick-results"
+        shutil.rmtree(options.runs, ignore_errors=True)
+        shutil.rmtree(options.results, ignore_errors=True)
     runs = [
         Run(row, seed, options.runs / row.name / str(seed), options.results / row.name / str(seed))
         for seed in seeds
@@ -444,26 +492,26 @@ def main(options: Options) -> int:
                 status = (
                     f"[{num_done}/{num_waiting}, ETA {clock(eta)}] {run.row.name} seed {run.seed}"
                 )
-                if run.process.returncode == 0:
-                    run.publish()
-                    print(f"{status}: done", flush=True)
-                else:
-                    failed.append(run)
-                    last_lines = (run.run_dir / "output.txt").read_text().splitlines()[-5:]
-                    print(f"{status}: FAILED", *last_lines, sep="\n    ", flush=True)
+                problem = run.end()
+                failed += [run] if problem else []
+                ending = "FAILED" if problem else "done"
+                print(f"{status}: {ending}", *problem, sep="\n    ", flush=True)
             time.sleep(0.2)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, OSError) as reason:  # the latter if no run can be started
         for run in running:  # each saves a checkpoint on its way out
             run.process.terminate()
         for run in running:
             run.process.wait()
+        if isinstance(reason, OSError):
+            print(f"run.py: {reason}", file=sys.stderr)
         print("interrupted: the same command goes on from the checkpoints")
-        return 130
+        return 1 if isinstance(reason, OSError) else 130
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
     if failed:
         print(f"{len(failed)} failed:", *[f"{run.row.name} seed {run.seed}" for run in failed])
+        print("the same command tries them again, from their checkpoints if they have one")
     return 1 if failed else 0
 
 
