@@ -17,6 +17,15 @@ benchmark/results/<row>/<seed>/, small and committed, for report.py.
 
 On a SLURM cluster, one array job does the same, one task per seed:
     sbatch --array=1-5 --wrap 'python benchmark/run.py --jobs 1 --seed $SLURM_ARRAY_TASK_ID'
+
+On a Ray cluster (pip install ray), every run waits for a core of any node:
+    ray start --head                               on the first node
+    ray start --address=FIRST:6379                 on each of the others
+    python benchmark/run.py --ray auto             on any of them; "--ray local" needs none of this
+
+All nodes must have this folder under the same path, with file locks, as NFSv4 gives them. If a
+worker or a node dies, its runs go on elsewhere from their checkpoints. If the nodes are alike, they
+end in the same bits.
 """
 
 import csv
@@ -24,6 +33,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -315,7 +325,8 @@ class Options:
     seeds: int = 5  # seeds 1..N of every row
     seed: int | None = None  # this seed alone
     jobs: int = 2  # runs at once, on this machine
-    threads: int | None = None  # of each run; without it: cores / jobs
+    threads: int | None = None  # of each run; without it: cores / jobs, or 1 with --ray
+    ray: str = ""  # auto: the Ray cluster that runs here | HOST:PORT: of one | local: start one
     list: bool = False  # print the rows and what they cost, and run nothing
     quick: bool = False  # a few updates of every row, one seed, kept out of the results
     results: Path = ROOT / "benchmark" / "results"  # where finished runs are copied to
@@ -328,7 +339,11 @@ class Run:
     seed: int
     run_dir: Path
     result_dir: Path
-    process: subprocess.Popen | None = None
+    process: "subprocess.Popen | RayTask | None" = None
+
+    @property
+    def lock(self) -> Path:  # of Ray's workers, beside the folder: start() may clear that
+        return Path(f"{self.run_dir}.lock")
 
     def command(self, options: Options) -> list[str]:
         script = [sys.executable, str(ROOT / "algos" / f"{self.row.algo}.py"), "--quiet"]
@@ -344,14 +359,16 @@ class Run:
         place = ["--seed", str(self.seed), "--run-dir", os.path.relpath(self.run_dir, ROOT)]
         return [*script, *identity, *place, "--torch-threads", str(threads), *flags]
 
-    def start(self, options: Options) -> None:
+    def start(self, options: Options, inherit: tuple[int, ...] = ()) -> None:
         if not (self.run_dir / "checkpoint.pt").exists():  # killed before its first one: anew
             shutil.rmtree(self.run_dir, ignore_errors=True)
         self.run_dir.mkdir(parents=True, exist_ok=True)
         with open(self.run_dir / "output.txt", "w") as log:
             command = [sys.executable, "-c", DIE_WITH_PARENT, str(os.getpid())]
             command += self.command(options)
-            self.process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+            self.process = subprocess.Popen(
+                command, cwd=ROOT, stdout=log, stderr=log, pass_fds=inherit
+            )
 
     def is_finished(self) -> bool:
         """Its last evaluation is that of its last update, or step."""
@@ -430,6 +447,87 @@ def evaluate_random_policy(env_id: str, results: Path) -> None:
     write_metrics(folder, [value])
 
 
+# ---- on a Ray cluster
+
+
+def attend(run: Run, options: Options) -> int:
+    """What a Ray worker does: one run, from its start or its checkpoint to its end.
+
+    When a node dies, Ray starts the run elsewhere at once, while what it left behind may live for
+    another second. So each holds a lock, which its process inherits and which ends with it.
+    """
+    import fcntl  # there is none on Windows
+
+    if not run.lock.exists():  # the driver made it
+        raise OSError(f"{socket.gethostname()} has no {run.lock}: all nodes must share that folder")
+    with open(run.lock, "r+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if run.is_finished():  # but the worker died before it could tell
+            return 0
+        run.start(options, inherit=(lock.fileno(),))
+        try:
+            while run.process.poll() is None:  # Ray cannot interrupt wait()
+                time.sleep(0.2)
+        except KeyboardInterrupt:  # of ray.cancel
+            run.process.terminate()
+            run.process.wait()
+            raise
+    return run.process.returncode
+
+
+class RayTask:
+    """A run on the cluster, in the words of subprocess.Popen: main() treats both alike."""
+
+    def __init__(self, run: Run, options: Options, remote_attend) -> None:
+        run.run_dir.mkdir(parents=True, exist_ok=True)
+        run.lock.touch()
+        self.output, self.returncode = run.run_dir / "output.txt", None
+        self.reference = remote_attend.remote(run, options)
+
+    def poll(self) -> int | None:
+        import ray
+
+        if self.returncode is None and ray.wait([self.reference], timeout=0)[0]:
+            try:
+                self.returncode = ray.get(self.reference)
+            except ray.exceptions.RayError as error:  # it could not begin, or its workers all died
+                self.returncode = 1
+                with open(self.output, "a") as file:
+                    print(error, file=file)
+        return self.returncode
+
+    def terminate(self) -> None:
+        import ray
+
+        ray.cancel(self.reference)
+
+    def wait(self) -> None:
+        import ray
+
+        ray.wait([self.reference])
+
+
+def connect_to_ray(options: Options):
+    """attend(), for any node of the cluster."""
+    import ray
+
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a benchmark does not phone home
+    quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
+    if ":" in options.ray:  # Ray itself would try for many minutes
+        host, _, port = options.ray.rpartition(":")
+        socket.create_connection((host, port), timeout=10).close()
+    ray.init(options.ray, **quiet)
+    options.threads = options.threads or 1
+    num_nodes = sum(node["Alive"] for node in ray.nodes())
+    print(f"Ray: nodes: {num_nodes}, cores: {ray.cluster_resources().get('CPU', 0):.0f}")
+    # what fails by itself would fail again; but dead workers and nodes are Ray's to replace, unless
+    # it is this run that kills them all
+    return ray.remote(num_cpus=options.threads, max_retries=10)(attend)
+
+
+# ---- the runner
+
+
 def print_table(rows: list[Row], num_seeds: int) -> None:
     """Every row, its seeds and minutes, and the hours of each algorithm, on one core."""
     for row in rows:
@@ -456,6 +554,7 @@ def main(options: Options) -> int:
     if options.list:
         print_table(rows, len(seeds))
         return 0
+    options.runs = options.runs.absolute()  # workers of Ray have a working directory of their own
     if options.quick:
         options.runs, options.results = options.runs / "quick", options.runs / "quick-results"
         shutil.rmtree(options.runs, ignore_errors=True)
@@ -467,6 +566,16 @@ def main(options: Options) -> int:
     ]
     waiting = [run for run in runs if not (run.result_dir / "metrics.csv").exists()]
     print(f"{len(runs) - len(waiting)} of {len(runs)} runs are done, {len(waiting)} to go")
+    if options.ray:
+        try:
+            remote_attend = connect_to_ray(options)
+        except ImportError:
+            print("run.py: --ray needs a package: pip install ray", file=sys.stderr)
+            return 2
+        except (OSError, RuntimeError, ValueError) as error:
+            reason = str(error).strip().partition("\n")[0]
+            print(f"run.py: no Ray cluster at {options.ray}: {reason}", file=sys.stderr)
+            return 2
     for env_id in {row.env_id for row in rows}:
         evaluate_random_policy(env_id, options.results)
 
@@ -477,13 +586,16 @@ def main(options: Options) -> int:
     num_waiting, start, num_done = len(waiting), time.time(), 0
     try:
         while waiting or running:
-            while waiting and len(running) < options.jobs:
+            while waiting and (options.ray or len(running) < options.jobs):  # Ray has a queue
                 run = waiting.pop(0)
                 if run.is_finished():  # it ended, but we were killed before it was copied
                     run.publish()
                     num_done += 1
                     continue
-                run.start(options)
+                if options.ray:
+                    run.process = RayTask(run, options, remote_attend)
+                else:
+                    run.start(options)
                 running.append(run)
             for run in [run for run in running if run.process.poll() is not None]:
                 running.remove(run)

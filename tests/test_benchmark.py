@@ -303,7 +303,7 @@ def test_list_says_what_the_table_costs(options, monkeypatch, capsys):
     rows += [run.Row("rlpd", "Pendulum-v1", "none", "sac", "", 12.0, "mbpo")]
     rows += [run.Row("crr", "Pendulum-v1", "runs/data/not-there.npz", "c", "", 3.0)]
     monkeypatch.setattr(run, "TABLE", rows)
-    options.seeds, options.list = 5, True
+    options.seeds, options.list, options.ray = 5, True, "auto"
     assert run.main(options) == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert lines == [
