@@ -3,18 +3,29 @@
     python benchmark/run.py                       everything that is not done yet
     python benchmark/run.py --only crr --seeds 2  rows whose name contains "crr", two seeds each
     python benchmark/run.py --quick               every row for a few updates: does it still work?
+    python benchmark/run.py --list                the rows and what they cost; runs nothing
 
 Some rows use datasets that other people made and that are not ours to ship, or that are too large.
 They are looked for in runs/data/ and left out if they are not there; benchmark/data/README.md says
 where they come from.
 
 A run is a subprocess of the plain script. One that is done is skipped, one that was interrupted
-goes on from its checkpoint, one that fails is reported with its last lines while the others go on
-(the exit code is then 1). Runs live in runs/benchmark/<row>/<seed>/. When one is done, its
-evaluations are copied to benchmark/results/<row>/<seed>/, small and committed, for report.py.
+goes on from its checkpoint, one that fails or is killed is reported with its last lines while the
+others go on (the exit code is then 1, and the same command tries it again). Runs live in
+runs/benchmark/<row>/<seed>/. When one is done, its evaluations are copied to
+benchmark/results/<row>/<seed>/, small and committed, for report.py.
 
 On a SLURM cluster, one array job does the same, one task per seed:
     sbatch --array=1-5 --wrap 'python benchmark/run.py --jobs 1 --seed $SLURM_ARRAY_TASK_ID'
+
+On a Ray cluster (pip install ray), every run waits for a core of any node:
+    ray start --head                               on the first node
+    ray start --address=FIRST:6379                 on each of the others
+    python benchmark/run.py --ray auto             on any of them; "--ray local" needs none of this
+
+All nodes must have this folder under the same path, with file locks, as NFSv4 gives them. If a
+worker or a node dies, its runs go on elsewhere from their checkpoints. If the nodes are alike, they
+end in the same bits.
 """
 
 import csv
@@ -22,6 +33,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -33,6 +45,19 @@ import tyro
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # for common.py
+
+# What a run's process executes before the script. On Linux a run is to die with the process that
+# started it: when that is killed, a run that lived on would share its folder with its successor.
+DIE_WITH_PARENT = """
+import ctypes, os, signal, sys
+parent, *command = sys.argv[1:]
+if sys.platform == "linux":
+    PR_SET_PDEATHSIG = 1  # its number in linux/prctl.h
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(parent):
+        sys.exit("the runner died before the run began")
+os.execv(command[0], command)
+"""
 
 
 @dataclass(frozen=True)
@@ -309,7 +334,10 @@ class Options:
     only: str = ""  # rows whose name contains this
     seeds: int = 5  # seeds 1..N of every row
     seed: int | None = None  # this seed alone
-    jobs: int = 2  # runs at once
+    jobs: int = 2  # runs at once, on this machine
+    threads: int | None = None  # of each run; without it: cores / jobs, or 1 with --ray
+    ray: str = ""  # auto: the Ray cluster that runs here | HOST:PORT: of one | local: start one
+    list: bool = False  # print the rows and what they cost, and run nothing
     quick: bool = False  # a few updates of every row, one seed, kept out of the results
     results: Path = ROOT / "benchmark" / "results"  # where finished runs are copied to
     runs: Path = ROOT / "runs" / "benchmark"  # where runs live
@@ -321,26 +349,33 @@ class Run:
     seed: int
     run_dir: Path
     result_dir: Path
-    process: subprocess.Popen | None = None
+    process: "subprocess.Popen | RayTask | None" = None
+
+    @property
+    def lock(self) -> Path:  # of Ray's workers, beside the folder: start() may clear that
+        return Path(f"{self.run_dir}.lock")
 
     def command(self, options: Options) -> list[str]:
         script = [sys.executable, str(ROOT / "algos" / f"{self.row.algo}.py"), "--quiet"]
         if (self.run_dir / "checkpoint.pt").exists():
             return [*script, "--resume", os.path.relpath(self.run_dir, ROOT)]
-        threads = max(1, (os.cpu_count() or 1) // options.jobs)
+        threads = options.threads or max(1, (os.cpu_count() or 1) // options.jobs)
         quick = QUICK_ONLINE if self.row.algo in ONLINE else QUICK_OFFLINE
         quick = {"gail": QUICK_GAIL, "dreamer": QUICK_DREAMER}.get(self.row.algo, quick)
         flags = [*self.row.arguments, *(quick.split() if options.quick else [])]
         place = ["--seed", str(self.seed), "--run-dir", os.path.relpath(self.run_dir, ROOT)]
         return [*script, *flags, *place, "--torch-threads", str(threads)]
 
-    def start(self, options: Options) -> None:
+    def start(self, options: Options, inherit: tuple[int, ...] = ()) -> None:
         if not (self.run_dir / "checkpoint.pt").exists():  # killed before its first one: anew
             shutil.rmtree(self.run_dir, ignore_errors=True)
         self.run_dir.mkdir(parents=True, exist_ok=True)
         with open(self.run_dir / "output.txt", "w") as log:
-            command = self.command(options)
-            self.process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+            command = [sys.executable, "-c", DIE_WITH_PARENT, str(os.getpid())]
+            command += self.command(options)
+            self.process = subprocess.Popen(
+                command, cwd=ROOT, stdout=log, stderr=log, pass_fds=inherit
+            )
 
     def is_finished(self) -> bool:
         """Its last evaluation is that of its last update, or step."""
@@ -352,12 +387,28 @@ class Run:
         return max(steps, default=0) >= args.get("total_updates", args.get("total_timesteps"))
 
     def publish(self) -> None:
-        rows = evaluations(self.run_dir / "metrics.csv")
-        write_metrics(self.result_dir, rows)
+        self.result_dir.mkdir(parents=True, exist_ok=True)
         shutil.copy(self.run_dir / "args.json", self.result_dir)
         dreams = sorted(self.run_dir.glob("dreams/*.png"))  # Dreamer's, one per evaluation
         if dreams:
             shutil.copy(dreams[-1], self.result_dir / "dream.png")
+        # last, since this file says that the run is done
+        write_metrics(self.result_dir, evaluations(self.run_dir / "metrics.csv"))
+
+    def end(self) -> list[str]:
+        """Publish it. If it failed, or that fails: what is to be told about it."""
+        code, output = self.process.returncode, self.run_dir / "output.txt"
+        if code == 0:
+            try:
+                self.publish()
+            except OSError as error:
+                return [f"it is done, but was not published: {error}"]
+            return []
+        lines = output.read_text().splitlines()[-5:] if output.exists() else []
+        return [
+            *lines,
+            f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}",
+        ]
 
 
 PUBLISHED = ("eval/", "stats/behaviour", "stats/holdout_mse_", "stats/fresh_mse")
@@ -403,15 +454,103 @@ def evaluate_random_policy(env_id: str, results: Path) -> None:
     write_metrics(folder, [value])
 
 
+# ---- on a Ray cluster
+
+
+def attend(run: Run, options: Options) -> int:
+    """What a Ray worker does: one run, from its start or its checkpoint to its end.
+
+    When a node dies, Ray starts the run elsewhere at once, while what it left behind may live for
+    another second. So each holds a lock, which its process inherits and which ends with it.
+    """
+    import fcntl  # there is none on Windows
+
+    if not run.lock.exists():  # the driver made it
+        raise OSError(f"{socket.gethostname()} has no {run.lock}: all nodes must share that folder")
+    with open(run.lock, "r+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if run.is_finished():  # but the worker died before it could tell
+            return 0
+        run.start(options, inherit=(lock.fileno(),))
+        try:
+            while run.process.poll() is None:  # Ray cannot interrupt wait()
+                time.sleep(0.2)
+        except KeyboardInterrupt:  # of ray.cancel
+            run.process.terminate()
+            run.process.wait()
+            raise
+    return run.process.returncode
+
+
+class RayTask:
+    """A run on the cluster, in the words of subprocess.Popen: main() treats both alike."""
+
+    def __init__(self, run: Run, options: Options, remote_attend) -> None:
+        run.run_dir.mkdir(parents=True, exist_ok=True)
+        run.lock.touch()
+        self.output, self.returncode = run.run_dir / "output.txt", None
+        self.reference = remote_attend.remote(run, options)
+
+    def poll(self) -> int | None:
+        import ray
+
+        if self.returncode is None and ray.wait([self.reference], timeout=0)[0]:
+            try:
+                self.returncode = ray.get(self.reference)
+            except ray.exceptions.RayError as error:  # it could not begin, or its workers all died
+                self.returncode = 1
+                with open(self.output, "a") as file:
+                    print(error, file=file)
+        return self.returncode
+
+    def terminate(self) -> None:
+        import ray
+
+        ray.cancel(self.reference)
+
+    def wait(self) -> None:
+        import ray
+
+        ray.wait([self.reference])
+
+
+def connect_to_ray(options: Options):
+    """attend(), for any node of the cluster."""
+    import ray
+
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a benchmark does not phone home
+    quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
+    if ":" in options.ray:  # Ray itself would try for many minutes
+        host, _, port = options.ray.rpartition(":")
+        socket.create_connection((host, port), timeout=10).close()
+    ray.init(options.ray, **quiet)
+    options.threads = options.threads or 1
+    num_nodes = sum(node["Alive"] for node in ray.nodes())
+    print(f"Ray: nodes: {num_nodes}, cores: {ray.cluster_resources().get('CPU', 0):.0f}")
+    # what fails by itself would fail again; but dead workers and nodes are Ray's to replace, unless
+    # it is this run that kills them all
+    return ray.remote(num_cpus=options.threads, max_retries=10)(attend)
+
+
+# ---- the runner
+
+
+def print_table(rows: list[Row], num_seeds: int) -> None:
+    """Every row, its seeds and minutes, and the hours of each algorithm, on one core."""
+    for row in rows:
+        print(f"{row.name:<84} {num_seeds} x {row.minutes:5.1f} min")
+    for algo in [*dict.fromkeys(row.algo for row in rows), ""]:
+        minutes = [row.minutes for row in rows if row.algo == algo or not algo]
+        hours = sum(minutes) * num_seeds / 60
+        print(f"{algo or 'all':<8} {len(minutes):4} rows {len(minutes) * num_seeds:5} runs", end="")
+        print(f" {hours:7.1f} hours of one core")
+
+
 def clock(seconds: float) -> str:
     return f"{int(seconds) // 3600}:{int(seconds) // 60 % 60:02}:{int(seconds) % 60:02}"
 
 
 def main(options: Options) -> int:
-    if options.quick:
-        options.runs, options.results = options.runs / "quick", options.runs / "quick-results"
-        shutil.rmtree(options.runs, ignore_errors=True)
-        shutil.rmtree(options.results, ignore_errors=True)
     rows = [row for row in TABLE if options.only in row.name]
     for file in sorted({row.dataset for row in rows if row.dataset.endswith(".npz")}):
         if not (ROOT / file).exists():
@@ -419,6 +558,14 @@ def main(options: Options) -> int:
             rows = [row for row in rows if row.dataset != file]
     seeds = range(1, 2 if options.quick else options.seeds + 1)
     seeds = seeds if options.seed is None else [options.seed]
+    if options.list:
+        print_table(rows, len(seeds))
+        return 0
+    options.runs = options.runs.absolute()  # workers of Ray have a working directory of their own
+    if options.quick:
+        options.runs, options.results = options.runs / "quick", options.runs / "quick-results"
+        shutil.rmtree(options.runs, ignore_errors=True)
+        shutil.rmtree(options.results, ignore_errors=True)
     runs = [
         Run(row, seed, options.runs / row.name / str(seed), options.results / row.name / str(seed))
         for seed in seeds
@@ -426,6 +573,16 @@ def main(options: Options) -> int:
     ]
     waiting = [run for run in runs if not (run.result_dir / "metrics.csv").exists()]
     print(f"{len(runs) - len(waiting)} of {len(runs)} runs are done, {len(waiting)} to go")
+    if options.ray:
+        try:
+            remote_attend = connect_to_ray(options)
+        except ImportError:
+            print("run.py: --ray needs a package: pip install ray", file=sys.stderr)
+            return 2
+        except (OSError, RuntimeError, ValueError) as error:
+            reason = str(error).strip().partition("\n")[0]
+            print(f"run.py: no Ray cluster at {options.ray}: {reason}", file=sys.stderr)
+            return 2
     for env_id in {row.env_id for row in rows}:
         evaluate_random_policy(env_id, options.results)
 
@@ -436,13 +593,16 @@ def main(options: Options) -> int:
     num_waiting, start, num_done = len(waiting), time.time(), 0
     try:
         while waiting or running:
-            while waiting and len(running) < options.jobs:
+            while waiting and (options.ray or len(running) < options.jobs):  # Ray has a queue
                 run = waiting.pop(0)
                 if run.is_finished():  # it ended, but we were killed before it was copied
                     run.publish()
                     num_done += 1
                     continue
-                run.start(options)
+                if options.ray:
+                    run.process = RayTask(run, options, remote_attend)
+                else:
+                    run.start(options)
                 running.append(run)
             for run in [run for run in running if run.process.poll() is not None]:
                 running.remove(run)
@@ -451,26 +611,26 @@ def main(options: Options) -> int:
                 status = (
                     f"[{num_done}/{num_waiting}, ETA {clock(eta)}] {run.row.name} seed {run.seed}"
                 )
-                if run.process.returncode == 0:
-                    run.publish()
-                    print(f"{status}: done", flush=True)
-                else:
-                    failed.append(run)
-                    last_lines = (run.run_dir / "output.txt").read_text().splitlines()[-5:]
-                    print(f"{status}: FAILED", *last_lines, sep="\n    ", flush=True)
+                problem = run.end()
+                failed += [run] if problem else []
+                ending = "FAILED" if problem else "done"
+                print(f"{status}: {ending}", *problem, sep="\n    ", flush=True)
             time.sleep(0.2)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, OSError) as reason:  # the latter if no run can be started
         for run in running:  # each saves a checkpoint on its way out
             run.process.terminate()
         for run in running:
             run.process.wait()
+        if isinstance(reason, OSError):
+            print(f"run.py: {reason}", file=sys.stderr)
         print("interrupted: the same command goes on from the checkpoints")
-        return 130
+        return 1 if isinstance(reason, OSError) else 130
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
     if failed:
         print(f"{len(failed)} failed:", *[f"{run.row.name} seed {run.seed}" for run in failed])
+        print("the same command tries them again, from their checkpoints if they have one")
     return 1 if failed else 0
 
 

@@ -1,7 +1,9 @@
 """Small environments with known answers, and a short run of each algorithm to start from."""
 
+import csv
 import math
 import os
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -246,6 +248,55 @@ def flat(checkpoint, keys=NETWORKS):
     """All parameters in one vector, to compare two runs bit for bit."""
     states = [checkpoint[key] for key in keys if key in checkpoint]
     return torch.cat([tensor.flatten() for state in states for tensor in state.values()])
+
+
+def assert_same_state(left: dict, right: dict):
+    """Everything in two checkpoints but the clock and the names of their folders."""
+    assert left.keys() == right.keys()
+    for key in left.keys() - {"log_position", "args"}:
+        assert_equal(left[key], right[key], key)
+
+
+def assert_equal(left, right, where):
+    if isinstance(left, torch.Tensor):
+        assert torch.equal(left, right), where
+    elif isinstance(left, dict):
+        assert left.keys() == right.keys(), where
+        for key in left:
+            assert_equal(left[key], right[key], f"{where}.{key}")
+    elif isinstance(left, list | tuple):
+        for a, b in zip(left, right, strict=True):
+            assert_equal(a, b, where)
+    else:
+        assert left == right, where
+
+
+def published(folder):
+    """What benchmark/run.py copied of a run, but for the seconds."""
+    with open(folder / "metrics.csv", newline="") as file:
+        return [(row["step"], row["key"], row["value"]) for row in csv.DictReader(file)]
+
+
+def wait_until(condition):
+    """Without a word about how long it may take, but a test that hangs is to end."""
+    deadline = time.monotonic() + 300
+    while not condition():
+        assert time.monotonic() < deadline, "it does not happen"
+        time.sleep(0.01)
+
+
+def processes(*words):
+    """pid -> command of the processes that live and whose command has all of the words (Linux)."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (folder / "cmdline").read_bytes().decode(errors="replace")
+            state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:  # it ended
+            continue
+        if state not in "ZX" and all(word in command for word in words):
+            found[int(folder.name)] = command.split("\0")
+    return found
 
 
 # ---- AWR and MARWIL once more, with loops and torch.distributions, for tests of the whole loop

@@ -1,9 +1,11 @@
 """benchmark/run.py runs what is not done, goes on with what was cut off, reports what failed."""
 
 import csv
+import errno
 import inspect
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -13,7 +15,17 @@ import numpy as np
 import pytest
 import torch
 import tyro
-from conftest import ALGOS, OFFLINE, ROOT, WITH_DATA, load
+from conftest import (
+    ALGOS,
+    OFFLINE,
+    ROOT,
+    WITH_DATA,
+    assert_same_state,
+    load,
+    processes,
+    published,
+    wait_until,
+)
 
 import common
 from benchmark import fqf_fractions, model_error, report, run, speed, time_per_step, weights
@@ -138,7 +150,7 @@ from benchmark import run
 run.EVALUATION = ""
 run.TABLE = [run.Row("crr", "Pendulum-v1", "random:300", "x", {TINY + " 600"!r}, 0)]
 options = run.Options(runs=Path({str(options.runs)!r}), results=Path({str(options.results)!r}))
-options.seeds, options.jobs = 1, 1
+options.seeds, options.jobs, options.threads = 1, 1, 1
 sys.exit(run.main(options))
 """
     command = [sys.executable, "-c", script]
@@ -159,6 +171,152 @@ sys.exit(run.main(options))
     result = options.results / run_dir.parent.name / "1" / "metrics.csv"
     steps = [int(line.split(",")[0]) for line in result.read_text().splitlines()[1:]]
     assert steps == sorted(steps) and steps.count(600) == 4 and steps.count(200) == 4
+
+
+@pytest.fixture
+def cut_off(options, monkeypatch, capsys):
+    """A row with two seeds, of which the first is killed at its first checkpoint: the folder of
+    that run, and what was printed."""
+    long = row("long", 1500, "--checkpoint-interval 300")
+    monkeypatch.setattr(run, "TABLE", [long])
+    options.seeds, options.threads = 2, 1
+    start, folder = run.Run.start, options.runs / long.name
+
+    def start_and_kill(self, options):
+        start(self, options)
+        if self.seed == 1:
+            wait_until(lambda: (self.run_dir / "checkpoint.pt").exists())
+            self.process.kill()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run.Run, "start", start_and_kill)
+        assert run.main(options) == 1
+    assert 0 < load(folder / "1")["step"] < 1500 == load(folder / "2")["step"]
+    return folder / "1", capsys.readouterr().out
+
+
+def test_a_seed_that_is_killed_is_reported_and_goes_on_later(cut_off, options, capsys, tmp_path):
+    """The other seed is done; the same command brings the first to where it would have been."""
+    run_dir, out = cut_off
+    name = run_dir.parent.name
+    assert f"{name} seed 1: FAILED\n    killed by SIGKILL\n" in out
+    assert f"{name} seed 2: done" in out and f"1 failed: {name} seed 1\n" in out
+    assert [path.name for path in (options.results / name).iterdir()] == ["2"]
+    assert run.main(options) == 0
+    assert "1 of 2 runs are done, 1 to go" in capsys.readouterr().out
+    again = run.Options(runs=tmp_path / "again", results=tmp_path / "results-again", seed=1)
+    again.threads = 1
+    assert run.main(again) == 0
+    assert_same_state(load(run_dir), load(again.runs / name / "1"))
+    assert published(options.results / name / "1") == published(again.results / name / "1")
+
+
+def test_a_full_disk_is_reported_and_leaves_the_checkpoint(cut_off, options, monkeypatch, capsys):
+    """A limit on the size of files stands for the disk: too small for a checkpoint of CRR."""
+    run_dir, _ = cut_off
+    checkpoint = (run_dir / "checkpoint.pt").read_bytes()
+    small = run.Row("awr", "Pendulum-v1", "random:300", "bc", f"{TINY} 20 --value-warmup 5", 0)
+    monkeypatch.setattr(run, "TABLE", [*run.TABLE, small])
+    monkeypatch.setattr(run, "EVALUATION", "--eval-episodes 1")
+    start, (soft, hard) = run.Run.start, resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def start_without_room(self, options):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(checkpoint) - 1, hard))
+        start(self, options)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run.Run, "start", start_without_room)
+        assert run.main(options) == 1
+    out = capsys.readouterr().out
+    file = os.path.relpath(run_dir / "checkpoint.pt", ROOT)
+    assert f"seed 1: FAILED\n    crr: cannot write {file}: " in out
+    assert "what was saved before is intact\n    exit code 1\n" in out
+    assert f"{small.name} seed 1: done" in out
+    assert (run_dir / "checkpoint.pt").read_bytes() == checkpoint
+    assert not list(run_dir.glob("*.tmp"))
+
+
+def test_results_that_cannot_be_written(options, monkeypatch, capsys):
+    """The run is done, and is published by the same command, once there is room."""
+    monkeypatch.setattr(run, "TABLE", [row("good", 20)])
+
+    def no_room(folder, rows):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
+
+    run.evaluate_random_policy("Pendulum-v1", options.results)
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "write_metrics", no_room)
+        assert run.main(options) == 1
+    out = capsys.readouterr().out
+    assert "FAILED\n    it is done, but was not published: [Errno 28] No space left" in out
+    monkeypatch.setattr(run.Run, "start", lambda *_: pytest.fail("it is done"))
+    assert run.main(options) == 0
+    assert published(options.results / run.TABLE[0].name / "1")[-1][0] == "20"
+
+
+def test_runs_that_cannot_be_started_stop_the_others(options, monkeypatch, capsys):
+    """As if the disk were full: the run that goes on saves a checkpoint, and nothing is torn."""
+    monkeypatch.setattr(run, "TABLE", [row("long", 100_000), row("none", 20)])
+    start, runs = run.Run.start, []
+
+    def start_the_first(self, options):
+        runs.append(self)
+        if len(runs) == 2:
+            metrics = runs[0].run_dir / "metrics.csv"
+            wait_until(lambda: metrics.exists() and "losses/" in metrics.read_text())
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "output.txt")
+        start(self, options)
+
+    monkeypatch.setattr(run.Run, "start", start_the_first)
+    assert run.main(options) == 1
+    captured = capsys.readouterr()
+    assert captured.err == "run.py: [Errno 28] No space left on device: 'output.txt'\n"
+    assert "the same command goes on" in captured.out
+    assert 0 < load(runs[0].run_dir)["step"] < 100_000
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+def test_runs_die_with_their_runner(options, tmp_path):
+    """Also if it is killed: else they would write beside those that the same command starts. The
+    run is stopped before, so that it cannot end by itself."""
+    script = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+from pathlib import PosixPath
+from benchmark import run
+from benchmark.run import Options, Row
+run.Run({row("long", 100_000)!r}, 1, {tmp_path!r}, {tmp_path!r}).start({options!r})
+input()
+"""
+    runner = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE)
+    words = ("algos/crr.py", os.path.relpath(tmp_path, ROOT))
+    wait_until(lambda: (tmp_path / "metrics.csv").exists())
+    (pid,) = processes(*words)
+    os.kill(pid, signal.SIGSTOP)
+    runner.kill()
+    runner.wait()
+    wait_until(lambda: pid not in processes(*words))
+
+
+def test_list_says_what_the_table_costs(options, monkeypatch, capsys):
+    rows = [run.Row("crr", "Pendulum-v1", "auto", name, "", 3.0) for name in ("a", "b")]
+    rows += [run.Row("rlpd", "Pendulum-v1", "none", "sac", "", 12.0, "mbpo")]
+    rows += [run.Row("crr", "Pendulum-v1", "runs/data/not-there.npz", "c", "", 3.0)]
+    monkeypatch.setattr(run, "TABLE", rows)
+    options.seeds, options.list, options.ray = 5, True, "auto"
+    assert run.main(options) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert lines == [
+        "runs/data/not-there.npz is not there: its rows are left out",
+        "crr__Pendulum-v1__shipped__a 5 x 3.0 min",
+        "crr__Pendulum-v1__shipped__b 5 x 3.0 min",
+        "mbpo__Pendulum-v1__none__sac 5 x 12.0 min",
+        "crr 2 rows 10 runs 0.5 hours of one core",
+        "rlpd 1 rows 5 runs 1.0 hours of one core",
+        "all 3 rows 15 runs 1.5 hours of one core",
+    ]
+    assert not options.runs.exists() and not options.results.exists()
 
 
 @pytest.mark.parametrize(("env_id", "behaviours"), DATASETS)

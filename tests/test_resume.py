@@ -19,6 +19,8 @@ from conftest import (
     REAL_ENV,
     ROOT,
     WITH_DATA,
+    assert_equal,
+    assert_same_state,
     budget,
     data,
     flat,
@@ -26,28 +28,6 @@ from conftest import (
 )
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
-
-
-def assert_same_state(left: dict, right: dict):
-    """Everything in two checkpoints but the clock and the names of their folders."""
-    assert left.keys() == right.keys()
-    for key in left.keys() - {"log_position", "args"}:
-        assert_equal(left[key], right[key], key)
-
-
-def assert_equal(left, right, where):
-    if isinstance(left, torch.Tensor):
-        assert torch.equal(left, right), where
-    elif isinstance(left, dict):
-        assert left.keys() == right.keys(), where
-        for key in left:
-            assert_equal(left[key], right[key], f"{where}.{key}")
-    elif isinstance(left, list | tuple):
-        for a, b in zip(left, right, strict=True):
-            assert_equal(a, b, where)
-    else:
-        assert left == right, where
-
 
 OFFLINE_FLAGS = {
     "default": {},
