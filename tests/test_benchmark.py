@@ -481,9 +481,10 @@ def test_published_fractions_moved_unless_the_rate_is_the_papers(tmp_path):
     assert (tmp_path / "entropy.png").stat().st_size > 10_000
 
 
-def test_published_memory_of_breakout():
+@pytest.mark.parametrize("name", ["breakout.csv", "breakout_dreamer.csv"])
+def test_published_memory_of_breakout(name):
     """Twenty minutes, and no more memory at their end than in their first half."""
-    with open(ROOT / "benchmark" / "results" / "breakout.csv", newline="") as file:
+    with open(ROOT / "benchmark" / "results" / name, newline="") as file:
         rows = list(csv.DictReader(file))
     first = [int(row["megabytes"]) for row in rows if row["phase"] == "first"]
     assert len(first) >= 110 and sum(row["phase"] == "resumed" for row in rows) >= 5
