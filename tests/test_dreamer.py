@@ -2607,3 +2607,281 @@ def test_S19_evaluations_begin_with_an_empty_memory(modules):
     alone = [common.evaluate(policy, "Steps-v0", 1, i)[0] for i in range(6)]
     np.testing.assert_allclose(alone, first, rtol=1e-6)
     assert len(set(first.tolist())) == 6
+
+
+# ---- pictures
+
+
+@pytest.fixture
+def dreamer_policy():
+    """Weights of some size, so that frames differ from each other and actions matter."""
+    model, actor, _ = nano_networks((8, 8, 3))
+    randomise(model, 0.5)
+    randomise(actor, 0.1)
+    return dreamer.LatentPolicy(model, actor, gym.spaces.Discrete(3, start=5))
+
+
+class Scripted(dreamer.LatentPolicy):
+    """Its model, but actions that are given."""
+
+    def __init__(self, policy, *actions):
+        super().__init__(policy.model, policy.actor, gym.spaces.Discrete(3, start=5))
+        self.actions, self.num_seen = actions, 0
+
+    def __call__(self, obs):
+        self.num_seen += 1
+        return np.array([self.actions[(self.num_seen - 1) % len(self.actions)]])
+
+
+class StillFilmEnv(FilmEnv):
+    """Never ends by itself."""
+
+    def step(self, action):
+        return *super().step(action)[:2], False, False, {}
+
+
+gym.register("StillFilm-v0", StillFilmEnv, max_episode_steps=100)
+
+
+def frames_of(env_id, actions, seed, **flags):
+    """What the environment shows."""
+    env = gym.make(env_id)
+    for name, value in flags.items():
+        setattr(env.unwrapped, name, value)
+    frames = [env.reset(seed=seed)[0]]
+    for action in actions:
+        obs, _, terminated, truncated, _ = env.step(action)
+        frames.append(obs)
+        if terminated or truncated or len(frames) == 24:
+            break
+    return np.stack(frames)
+
+
+def dream_by_hand(policy, frames, actions, context):
+    """ByHand's networks and modes: states that see all frames, and states that see some."""
+    hand = ByHand.__new__(ByHand)
+    hand.model, hand.is_image, hand.dtype = (
+        dict(policy.model.named_parameters()),
+        True,
+        torch.float32,
+    )
+    rows = []
+    with torch.no_grad():
+        for num_seen in (len(frames), context):
+            h, z, last, row = *(torch.zeros(1, dim) for dim in (6, 6, 3)), []
+            for t, frame in enumerate(frames):
+                h = hand.recur(h, z, last)
+                seen = hand.posterior(h, hand.embed(hand.seen_as(frame)[None]))
+                probs = seen if t < num_seen else hand.prior(h)
+                z = torch.eye(3)[probs.argmax(dim=-1)].flatten(1)
+                row.append(255 * hand.decode(torch.cat([h, z], dim=1))[0].double().numpy())
+                last = torch.eye(3)[actions[t] - 5][None] if t < len(actions) else None
+            rows.append(np.stack(row))
+    return np.stack(rows)  # [2, M, 8, 8, 3], before rounding
+
+
+def assert_rounded(actual, exact):
+    """To the nearest byte; a half may go either way."""
+    assert actual.dtype == np.uint8
+    np.testing.assert_allclose(actual.astype(float), exact, atol=0.5 + 1e-2)
+
+
+CYCLE = (5, 7, 6, 7, 5, 5, 6)
+
+
+def test_dream_by_hand(dreamer_policy):
+    """What was there, what is decoded while seeing it, and what is decoded with eyes closed after
+    three frames."""
+    policy = Scripted(dreamer_policy, *CYCLE)
+    actions = [CYCLE[t % 7] for t in range(23)]
+    film = dreamer.dream(policy, gym.make("StillFilm-v0"), seed=4)
+    frames = frames_of("StillFilm-v0", actions, seed=4)
+    assert film.shape == (3, 24, 8, 8, 3) and policy.num_seen == 23
+    np.testing.assert_array_equal(film[0], frames)
+    seeing, dreaming = dream_by_hand(policy, frames, actions, context=3)
+    assert_rounded(film[1], seeing)
+    assert_rounded(film[2], dreaming)
+    np.testing.assert_array_equal(film[2, :3], film[1, :3])
+    differs = (film[1] != film[2]).any(axis=(1, 2, 3))
+    assert not differs[:3].any() and differs[3:].mean() > 0.5
+    assert len({frame.tobytes() for frame in film[1]}) > 5
+
+
+def test_dream_is_played_by_the_policy_itself(dreamer_policy):
+    """Its most likely actions, from an empty memory, and from the seed that was asked for."""
+    policy, env = dreamer_policy, gym.make("LongFilm-v0")
+    policy(np.zeros((1, 8, 8, 3), np.uint8))  # something that it must forget
+    film = dreamer.dream(policy, env, seed=2)
+    policy.reset()
+    obs, played = gym.make("LongFilm-v0").reset(seed=2)[0], []
+    for frame in film[0]:
+        played.append(policy(frame[None])[0])
+    np.testing.assert_array_equal(film[0], frames_of("LongFilm-v0", played, seed=2))
+    np.testing.assert_array_equal(film[0, 0], obs)
+    other = dreamer.dream(policy, gym.make("LongFilm-v0"), seed=3)
+    assert (other[0, 0] != film[0, 0]).any()
+
+
+def test_with_eyes_closed_a_dream_depends_on_actions_and_on_nothing_else(dreamer_policy):
+    """Frames after the third may be whatever they like; an action matters from the frame on that
+    follows it."""
+
+    def dreamt(actions, changed_from=10**9):
+        env = gym.make("StillFilm-v0")
+        env.unwrapped.changed_from = changed_from
+        return dreamer.dream(Scripted(dreamer_policy, *actions), env, seed=4)
+
+    plain = dreamt(CYCLE)
+    for first in (3, 10):
+        changed = dreamt(CYCLE, changed_from=first)
+        np.testing.assert_array_equal(changed[0, first:], 255 - plain[0, first:])
+        assert (changed[1, first:] != plain[1, first:]).any()
+        np.testing.assert_array_equal(changed[1, :first], plain[1, :first])
+        np.testing.assert_array_equal(changed[2], plain[2])
+    assert (dreamt(CYCLE, changed_from=2)[2, 2:] != plain[2, 2:]).any()  # the third is seen
+    script = [CYCLE[t % 7] for t in range(23)]
+    for first in (2, 8):  # of frames that are dreamt, `first + 1` is the first with another past
+        other = dreamt([*script[:first], 5 + (script[first] - 4) % 3, *script[first + 1 :]])
+        moved = (other[2] != plain[2]).any(axis=(1, 2, 3))
+        assert not moved[: first + 1].any() and moved[first + 1]
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 30])
+def test_dreams_of_short_and_of_long_episodes(dreamer_policy, length):
+    """One step: two frames, all of them seen. Three steps: the last of four frames is dreamt. And
+    no more than 24 frames are drawn."""
+    env_id = "OneStepFilm-v0" if length == 1 else "StillFilm-v0"
+    env = gym.make(env_id, max_episode_steps=length)
+    film = dreamer.dream(Scripted(dreamer_policy, *CYCLE), env, seed=4)
+    num = min(length + 1, 24)
+    assert film.shape == (3, num, 8, 8, 3)
+    actions = [CYCLE[t % 7] for t in range(num - 1)]
+    np.testing.assert_array_equal(film[0], frames_of("StillFilm-v0", actions, seed=4)[:num])
+    exact = dream_by_hand(dreamer_policy, film[0], actions, context=3)
+    for actual, expected in zip(film[1:], exact):
+        assert_rounded(actual, expected)
+    assert (film[1] == film[2]).all() == (length < 3)
+
+
+@pytest.mark.parametrize("num_channels", [1, 3, 4])
+def test_strip_and_moments_pixel_by_pixel(num_channels):
+    """Rows are the three kinds, columns are times, each twice as large with a white line of 1 pixel
+    (2 when enlarged) on every side. A moment has the three kinds side by side. One channel is grey,
+    and of four the brightest is shown."""
+    film = np.random.default_rng(0).integers(256, size=(3, 5, 4, 4, num_channels)).astype(np.uint8)
+    strip, moments = dreamer.draw_dream(film)
+    assert strip.shape == (3 * 12, 5 * 12, 3) and strip.dtype == np.uint8
+    assert len(moments) == 5 and {x.shape for x in moments} == {(12, 3 * 12, 3)}
+    for y, x in itertools.product(range(36), range(60)):
+        kind, time, row, column = y // 12, x // 12, y % 12, x % 12
+        if 2 <= row < 10 and 2 <= column < 10:
+            pixel = film[kind, time, (row - 2) // 2, (column - 2) // 2].tolist()
+            expected = pixel if num_channels == 3 else 3 * [max(pixel)]
+        else:
+            expected = [255, 255, 255]
+        assert strip[y, x].tolist() == expected
+        assert moments[time][row, 12 * kind + column].tolist() == expected
+
+
+def gif_frames(path):
+    from PIL import Image, ImageSequence
+
+    with Image.open(path) as image:
+        frames = [np.array(frame.convert("RGB")) for frame in ImageSequence.Iterator(image)]
+        return image.format, image.info, frames
+
+
+def test_images_are_read_back_as_they_were(tmp_path):
+    """PNG: every pixel. GIF, of few colours: every pixel, four frames a second, for ever."""
+    from PIL import Image
+
+    rng = np.random.default_rng(0)
+    picture = rng.integers(256, size=(9, 14, 3)).astype(np.uint8)
+    path = tmp_path / "new" / "folder" / "a.png"
+    dreamer.save_image(str(path), picture)
+    with Image.open(path) as image:
+        assert image.format == "PNG"
+        np.testing.assert_array_equal(np.array(image), picture)
+    colours = np.array([[0, 0, 0], [255, 255, 255], [255, 0, 0], [0, 0, 255]], np.uint8)
+    frames = [colours[rng.integers(4, size=(9, 14))] for _ in range(5)]
+    dreamer.save_image(str(tmp_path / "a.gif"), *frames)
+    kind, info, seen = gif_frames(tmp_path / "a.gif")
+    assert (kind, info["loop"], info["duration"]) == ("GIF", 0, 250)
+    np.testing.assert_array_equal(seen, frames)
+    assert sorted(x.name for x in tmp_path.iterdir()) == ["a.gif", "new"]
+
+
+def test_an_image_that_cannot_be_written_leaves_the_one_before(tmp_path, monkeypatch):
+    """A full disk, in the middle of the file: one line, no fragment, nothing temporary."""
+    from PIL import Image
+
+    path, picture = tmp_path / "a.png", np.zeros((4, 4, 3), np.uint8)
+    dreamer.save_image(str(path), picture)
+    before = path.read_bytes()
+
+    def full(self, file, **_):
+        file.write(b"half of it")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Image.Image, "save", full)
+    with pytest.raises(OSError, match=r"cannot write .*a\.png: No space left on device"):
+        dreamer.save_image(str(path), picture + 9)
+    assert path.read_bytes() == before and [x.name for x in tmp_path.iterdir()] == ["a.png"]
+
+
+def pictures_in_tensorboard(run_dir):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(run_dir, size_guidance={"images": 0})
+    events.Reload()
+    return {key: events.Images(key) for key in events.Tags()["images"]}
+
+
+def test_a_run_on_images_keeps_a_dream_of_every_evaluation(film, modules):
+    """In TensorBoard and as PNG, the same picture; the last one is that of the networks as they
+    are in the end."""
+    from PIL import Image
+
+    dreamer.train(replace(film, total_timesteps=48, eval_interval=15))
+    steps = list(metrics(film, "eval/return_mean"))
+    assert steps == [0, 15, 30, 45, 48]
+    files = sorted(Path(film.run_dir, "dreams").iterdir())
+    assert [x.name for x in files] == [f"{step:09}.png" for step in steps[1:]]
+    pictures = pictures_in_tensorboard(film.run_dir)
+    assert list(pictures) == ["eval/dream"]
+    assert [x.step for x in pictures["eval/dream"]] == steps[1:]
+    for file, logged in zip(files, pictures["eval/dream"]):
+        with Image.open(file) as one, Image.open(io.BytesIO(logged.encoded_image_string)) as two:
+            np.testing.assert_array_equal(np.array(one), np.array(two))
+            last = np.array(one)
+    policy = dreamer.LatentPolicy(
+        modules["model"], modules["actor"], gym.spaces.Discrete(3, start=5)
+    )
+    expected = dreamer.dream(policy, gym.make("Film-v0"), film.eval_seed)
+    np.testing.assert_array_equal(last, dreamer.draw_dream(expected)[0])
+
+
+def test_vectors_have_no_pictures(walk):
+    dreamer.train(replace(walk, total_timesteps=30, eval_interval=15))
+    assert list(metrics(walk, "eval/return_mean")) == [0, 15, 30]
+    assert pictures_in_tensorboard(walk.run_dir) == {}
+    assert not Path(walk.run_dir, "dreams").exists()
+
+
+def test_a_checkpoint_is_dreamt_beside_its_film(film, modules, monkeypatch, capsys):
+    """--capture-video: dream.png is the strip of the checkpoint, dream.gif its moments."""
+    from PIL import Image
+
+    dreamer.train(replace(film, total_timesteps=24))
+    monkeypatch.setattr(common, "capture_video", lambda *_, **__: "film.mp4")
+    path = f"{film.run_dir}/best.pt"
+    args = replace(film, total_timesteps=24, evaluate=path, capture_video=True, quiet=False)
+    dreamer.evaluate_checkpoint(replace(args, eval_seed=5))
+    policy = dreamer.load_policy(path, device="cpu")
+    strip, moments = dreamer.draw_dream(dreamer.dream(policy, gym.make("Film-v0"), 5))
+    with Image.open(f"{film.run_dir}/dream.png") as image:
+        np.testing.assert_array_equal(np.array(image), strip)
+    _, _, frames = gif_frames(f"{film.run_dir}/dream.gif")
+    assert [x.shape for x in frames] == [x.shape for x in moments]
+    told = capsys.readouterr().out.splitlines()[-1]
+    assert told == f"dreamt in {film.run_dir}/dream.png and {film.run_dir}/dream.gif"
