@@ -7,6 +7,7 @@ import itertools
 import math
 import shlex
 import signal
+import sys
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -2885,3 +2886,397 @@ def test_a_checkpoint_is_dreamt_beside_its_film(film, modules, monkeypatch, caps
     assert [x.shape for x in frames] == [x.shape for x in moments]
     told = capsys.readouterr().out.splitlines()[-1]
     assert told == f"dreamt in {film.run_dir}/dream.png and {film.run_dir}/dream.gif"
+
+
+# ---- environments, and what is wrapped around them
+
+
+def catch(seed=0):
+    env = dreamer.PixelCatch(render_mode="rgb_array")
+    return env, env.reset(seed=seed)[0]
+
+
+def catch_frame(row, ball, paddle):
+    """Pixel by pixel; the ball is drawn over the paddle."""
+    frame = np.zeros((32, 32, 3), np.uint8)
+    for y, x in itertools.product(range(32), range(32)):
+        colour = (20, 20, 40)
+        if y >= 28 and 4 * paddle <= x < 4 * paddle + 4:
+            colour = (80, 160, 255)
+        if 4 * row <= y < 4 * row + 4 and 4 * ball <= x < 4 * ball + 4:
+            colour = (255, 160, 40)
+        frame[y, x] = colour
+    return frame
+
+
+@pytest.mark.parametrize(
+    ("ball", "paddle", "actions", "paddles", "reward"),
+    [
+        (4, 2, [2, 2, 1, 1, 1, 1, 1], [3, 4, 4, 4, 4, 4, 4], 1.0),
+        (4, 2, [2, 2, 2, 1, 1, 1, 1], [3, 4, 5, 5, 5, 5, 5], -1.0),
+        (7, 0, [2, 2, 2, 2, 2, 2, 2], [1, 2, 3, 4, 5, 6, 7], 1.0),  # every distance can be made
+        (0, 7, [0, 0, 0, 0, 0, 0, 0], [6, 5, 4, 3, 2, 1, 0], 1.0),
+        (1, 1, [0, 0, 0, 2, 1, 1, 1], [0, 0, 0, 1, 1, 1, 1], 1.0),  # the wall on the left
+        (6, 6, [2, 2, 2, 0, 1, 1, 1], [7, 7, 7, 6, 6, 6, 6], 1.0),  # and on the right
+        (3, 3, [1, 1, 1, 1, 1, 1, 2], [3, 3, 3, 3, 3, 3, 4], -1.0),  # the last step counts
+    ],
+)
+def test_catch_by_hand(ball, paddle, actions, paddles, reward):
+    """Seven steps from the highest row to the lowest, of which only the last one pays."""
+    env, _ = catch()
+    env.ball, env.paddle = ball, paddle
+    for t, (action, column) in enumerate(zip(actions, paddles, strict=True), start=1):
+        obs, paid, terminated, truncated, _ = env.step(action)
+        np.testing.assert_array_equal(obs, catch_frame(t, ball, column))
+        np.testing.assert_array_equal(env.render(), obs)
+        assert (paid, terminated, truncated) == (reward if t == 7 else 0.0, t == 7, False)
+
+
+def test_catch_starts_anywhere_and_from_its_seed():
+    """All 64 starts are about equally likely; the same seed gives the same."""
+    starts = []
+    for seed in range(640):
+        env, obs = catch(seed)
+        starts.append((env.ball, env.paddle))
+        if seed < 5:
+            np.testing.assert_array_equal(obs, catch_frame(0, *starts[-1]))
+            np.testing.assert_array_equal(catch(seed)[1], obs)
+    counts = np.zeros((8, 8))
+    np.add.at(counts, tuple(np.transpose(starts)), 1)
+    assert counts.sum() == 640 and counts.min() >= 1 and counts.max() <= 24  # 10 +- 3.1
+    assert all(abs(counts.sum(axis=k) - 80).max() < 35 for k in (0, 1))  # 80 +- 8.4
+
+
+def test_catch_is_an_environment_of_gymnasium():
+    from gymnasium.utils.env_checker import check_env
+
+    env = gym.make("PixelCatch-v0", render_mode="rgb_array")
+    assert isinstance(env.unwrapped, dreamer.PixelCatch)
+    check_env(env.unwrapped)
+    wrapped = dreamer.make_env("PixelCatch-v0", 32, from_pixels=False)
+    assert dreamer.check_spaces(wrapped) == ((32, 32, 3), 3)
+    assert not any(isinstance(layer, dreamer.Images) for layer in layers(wrapped))  # as it is
+
+
+def layers(env):
+    while env is not env.unwrapped:
+        yield env
+        env = env.env
+    yield env
+
+
+class PictureEnv(gym.Env):
+    """Shows a picture, and renders another one."""
+
+    action_space = gym.spaces.Discrete(2)
+    metadata = {"render_modes": ["rgb_array"]}  # noqa: RUF012  as Gymnasium has it
+
+    def __init__(self, picture, rendered=None, render_mode=None):
+        self.picture, self.rendered, self.render_mode = picture, rendered, render_mode
+        high = 1 if picture.dtype == bool else 255
+        self.observation_space = gym.spaces.Box(0, high, picture.shape, picture.dtype)
+
+    def reset(self, seed=None, options=None):
+        super().reset(seed=seed)
+        return self.picture, {}
+
+    def step(self, action):
+        return self.picture, 0.0, False, False, {}
+
+    def render(self):
+        return self.rendered
+
+
+gym.register("Picture-v0", PictureEnv, disable_env_checker=True)
+
+
+def seen_of(picture, size, **kwargs):
+    """What make_env shows of a picture, at the start and after a step."""
+    env = dreamer.make_env(
+        "Picture-v0", size, kwargs.pop("from_pixels", False), picture=picture, **kwargs
+    )
+    obs, (after, *_) = env.reset(seed=0)[0], env.step(0)
+    np.testing.assert_array_equal(obs, after)
+    assert env.observation_space.contains(obs) and obs.dtype == np.uint8
+    assert dreamer.check_spaces(env) == (obs.shape, 2) and obs.shape[:2] == (size, size)
+    return obs
+
+
+def nearest(picture, size):
+    """Pixel y of the larger one lies in pixel floor(y rows / size) of the smaller one."""
+    rows, columns = picture.shape[:2]
+    result = np.zeros((size, size, *picture.shape[2:]), picture.dtype)
+    for y, x in itertools.product(range(size), range(size)):
+        result[y, x] = picture[y * rows // size, x * columns // size]
+    return result
+
+
+def area_means(picture, size):
+    """Of blocks, before rounding."""
+    rows, columns = picture.shape[0] // size, picture.shape[1] // size
+    result = np.zeros((size, size, *picture.shape[2:]))
+    for y, x in itertools.product(range(size), range(size)):
+        block = picture[y * rows : (y + 1) * rows, x * columns : (x + 1) * columns]
+        result[y, x] = block.astype(float).mean(axis=(0, 1))
+    return result
+
+
+def noise(*shape):
+    return np.random.default_rng(0).integers(256, size=shape).astype(np.uint8)
+
+
+@pytest.mark.parametrize("shape", [(10, 10, 3), (5, 10, 4), (10, 7), (5, 6, 9)])
+def test_small_images_are_enlarged_pixel_by_pixel(shape):
+    """No colour that was not there; grey ones without channels get one; any number of channels."""
+    pytest.importorskip("cv2")
+    picture = noise(*shape)
+    expected = nearest(picture, 16).reshape(16, 16, -1)
+    assert expected.shape[2] == (1 if len(shape) == 2 else shape[2])
+    np.testing.assert_array_equal(seen_of(picture, 16), expected)
+
+
+@pytest.mark.parametrize("shape", [(32, 32, 3), (48, 16, 4), (32, 64), (16, 32, 1)])
+def test_large_images_are_averaged(shape):
+    """The mean of every block, to the nearest byte."""
+    pytest.importorskip("cv2")
+    picture = noise(*shape)
+    seen = seen_of(picture, 16).astype(float)
+    exact = area_means(picture, 16).reshape(16, 16, -1)
+    np.testing.assert_allclose(seen, exact, atol=0.5 + 1e-6)
+    assert exact.std() < 0.8 * picture.std()  # of noise; no pixel was merely picked
+
+
+def test_large_images_of_many_channels_are_thinned():
+    """OpenCV averages no more than 4 of them."""
+    pytest.importorskip("cv2")
+    picture = noise(32, 32, 7)
+    np.testing.assert_array_equal(seen_of(picture, 16), picture[::2, ::2])
+
+
+def test_truth_values_become_black_and_white():
+    pytest.importorskip("cv2")
+    picture = noise(10, 10, 4) < 128
+    seen = seen_of(picture, 32)
+    np.testing.assert_array_equal(seen, np.where(nearest(picture, 32), 255, 0))
+    # of the size that is wanted: not resized, but bytes all the same
+    np.testing.assert_array_equal(seen_of(picture, 10), np.where(picture, 255, 0))
+
+
+def test_an_image_that_fits_is_left_alone():
+    picture = noise(16, 16, 3)
+    env = dreamer.make_env("Picture-v0", 16, from_pixels=False, picture=picture)
+    assert not any(isinstance(layer, dreamer.Images) for layer in layers(env))
+    np.testing.assert_array_equal(seen_of(picture, 16), picture)
+
+
+@pytest.mark.parametrize("observed", [np.zeros(3, np.float32), noise(16, 16, 3)])
+def test_from_pixels_sees_what_is_rendered(observed):
+    """And nothing of what is observed, be it a vector or an image of the right size."""
+    pytest.importorskip("cv2")
+    rendered = noise(32, 48, 3)[::-1]
+    seen = seen_of(observed, 16, rendered=rendered, from_pixels=True)
+    np.testing.assert_allclose(seen.astype(float), area_means(rendered, 16), atol=0.5 + 1e-6)
+
+
+REFUSED = {
+    "channels first": ((noise(3, 84, 84),), False, r"its images \(3, 84, 84\) must have the "),
+    "nothing": ((noise(8, 8, 3), None), True, "it renders nothing"),
+    "floats": ((noise(8, 8, 3), np.zeros((8, 8, 3))), True, "it renders float64, not uint8"),
+}
+
+
+@pytest.mark.parametrize(("pictures", "from_pixels", "reason"), REFUSED.values(), ids=REFUSED)
+def test_images_that_would_be_misread_are_refused_in_one_line(pictures, from_pixels, reason):
+    pytest.importorskip("cv2")
+    pictures = dict(zip(("picture", "rendered"), pictures))
+    with pytest.raises(dreamer.InputError, match=f"^cannot play Picture-v0: {reason}") as refusal:
+        dreamer.make_env("Picture-v0", 16, from_pixels, **pictures)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("env_id", "package"),
+    [
+        ("ALE/Breakout-v5", "ale_py"),
+        ("ALE/Breakout-v5", "cv2"),
+        ("MinAtar/Breakout-v1", "minatar.gym"),
+        ("Picture-v0", "cv2"),
+    ],
+)
+def test_a_missing_package_is_named(env_id, package, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    kwargs = {"picture": noise(10, 10, 3)} if env_id == "Picture-v0" else {}
+    with pytest.raises(dreamer.InputError, match=f"^{env_id}: {package} is missing: pip install"):
+        dreamer.make_env(env_id, 16, from_pixels=False, **kwargs)
+
+
+def test_vectors_are_left_alone_and_other_spaces_are_refused():
+    env = dreamer.make_env("Steps-v0", 32, from_pixels=False)
+    assert dreamer.check_spaces(env) == ((2,), 3)
+    picture = np.zeros((8, 8, 3), np.float32)  # not bytes: an image, or something else?
+    env = dreamer.make_env("Picture-v0", 8, from_pixels=False, picture=picture)
+    with pytest.raises(dreamer.InputError, match="vectors or uint8 images, not Box"):
+        dreamer.check_spaces(env)
+    with pytest.raises(dreamer.InputError, match="Probe-v0: actions must be discrete, not Box"):
+        dreamer.check_spaces(dreamer.make_env("Probe-v0", 8, from_pixels=False))
+
+
+@pytest.fixture
+def minatar():
+    pytest.importorskip("minatar")
+    pytest.importorskip("cv2")
+    return dreamer.make_env("MinAtar/Breakout-v1", 32, from_pixels=False)
+
+
+def played_minatar(env, seed, actions):
+    frames, rewards = [env.reset(seed=seed)[0]], []
+    for action in actions:
+        obs, reward, terminated, _, _ = env.step(action)
+        frames.append(obs)
+        rewards.append(reward)
+        if terminated:
+            break
+    return np.stack(frames), rewards
+
+
+def test_minatar_observations(minatar):
+    """10 x 10 truth values as 32 x 32 bytes; all of 4 channels."""
+    assert dreamer.check_spaces(minatar) == ((32, 32, 4), 3)
+    obs, _ = minatar.reset(seed=3)
+    np.testing.assert_array_equal(obs, 255 * nearest(minatar.unwrapped.game.state(), 32))
+    obs = minatar.step(1)[0]
+    np.testing.assert_array_equal(obs, 255 * nearest(minatar.unwrapped.game.state(), 32))
+    assert set(np.unique(obs)) == {0, 255}
+
+
+def test_S18_a_minatar_episode_is_a_function_of_seed_and_actions(minatar):
+    """Although the game may repeat the action before it, and there is one of the episode before:
+    with a seed whose first draw repeats, a paddle that was moving would go on to do so."""
+    bare = next(layer for layer in layers(minatar) if isinstance(layer, dreamer.FreshMinAtar)).env
+
+    def repeats_at_once(seed):
+        bare.reset(seed=seed)
+        return bare.unwrapped.game.random.rand() < 0.1  # what the next action draws
+
+    seed = next(seed for seed in range(100) if repeats_at_once(seed))
+    actions = np.random.default_rng(0).integers(3, size=50)
+    results = {}
+    for name, env in (("fresh", minatar), ("bare", bare)):
+        for index, before in ((1, 1), (2, 3)):  # left and right, as the game numbers them
+            env.reset(seed=0)
+            game = env.unwrapped.game
+            while game.last_action != before:
+                env.step(index)
+            env.reset(seed=seed)
+            results[name, before] = game.last_action
+            env.step(0)
+            results[name, before] = (results[name, before], game.last_action)
+    assert results["fresh", 1] == results["fresh", 3] == (0, 0)
+    assert (results["bare", 1], results["bare", 3]) == ((1, 1), (3, 3))
+    frames, rewards = [], []
+    for before in (1, 2):
+        played_minatar(minatar, 0, [before] * 5)
+        film, paid = played_minatar(minatar, seed, actions)
+        frames.append(film)
+        rewards.append(paid)
+    np.testing.assert_array_equal(*frames)
+    assert rewards[0] == rewards[1] and len(frames[0]) > 3
+
+
+def test_minatar_renders_bytes():
+    """Of the colours that it gives as floats; and they can be what is seen."""
+    pytest.importorskip("minatar")
+    pytest.importorskip("seaborn")
+    pytest.importorskip("cv2")
+    env = dreamer.make_env("MinAtar/Breakout-v1", 40, from_pixels=True)
+    obs, _ = env.reset(seed=0)
+    fresh = next(layer for layer in layers(env) if isinstance(layer, dreamer.FreshMinAtar))
+    exact = 255 * fresh.env.render()
+    assert exact.shape == (10, 10, 3) and exact.max() > 100
+    np.testing.assert_array_equal(env.render(), np.floor(exact))
+    np.testing.assert_array_equal(obs, np.floor(exact).repeat(4, axis=0).repeat(4, axis=1))
+
+
+class LivesEnv(gym.Env):
+    """A game of which only the number of lives is known, before each step."""
+
+    observation_space = gym.spaces.Box(0, 255, (8, 8, 3), np.uint8)
+    action_space = gym.spaces.Discrete(4)
+
+    def __init__(self, lives):
+        self.script, self.ale, self.actions = lives, self, []
+
+    def get_action_meanings(self):
+        return ["NOOP", "UP", "FIRE", "DOWN"]
+
+    def lives(self):
+        return self.script[len(self.actions)]
+
+    def reset(self, seed=None, options=None):
+        self.actions = []
+        return np.zeros((8, 8, 3), np.uint8), {}
+
+    def step(self, action):
+        self.actions.append(action)
+        return np.zeros((8, 8, 3), np.uint8), 0.0, False, False, {}
+
+
+def test_first_actions_of_every_life_are_fire():
+    """Two of them; then the agent's own, until a life is lost. After a reset it begins again."""
+    inner = LivesEnv([3, 3, 3, 2, 2, 2, 1])
+    env = dreamer.FirstFire(inner)
+    for _ in range(2):
+        env.reset(seed=0)
+        for _ in range(7):
+            env.step(0)
+        assert inner.actions == [2, 2, 0, 2, 2, 0, 2]
+
+
+@pytest.fixture(scope="module")
+def breakout():
+    pytest.importorskip("ale_py")
+    pytest.importorskip("cv2")
+    return dreamer.make_env("ALE/Breakout-v5", 64, from_pixels=False)
+
+
+def test_atari_observations(breakout):
+    """In colour, 64 x 64, one frame of every four, the ball being served."""
+    assert dreamer.check_spaces(breakout) == ((64, 64, 3), 4)
+    assert any(isinstance(layer, dreamer.FirstFire) for layer in layers(breakout))
+    obs, _ = breakout.reset(seed=1)
+    assert obs.shape == (64, 64, 3) and obs.dtype == np.uint8
+    colourful = obs.max(axis=2).astype(int) - obs.min(axis=2)
+    assert (colourful > 100).mean() > 0.05  # the bricks
+    screen = breakout.unwrapped.ale.getScreenRGB()
+    assert abs(obs.mean(axis=(0, 1)) - screen.mean(axis=(0, 1))).max() < 2  # R, G, B in order
+    start = breakout.unwrapped.ale.getEpisodeFrameNumber()
+    for _ in range(5):
+        after = breakout.step(2)[0]
+    assert breakout.unwrapped.ale.getEpisodeFrameNumber() == start + 5 * 4
+    assert (after != obs).any() and after.shape == (64, 64, 3)
+
+
+def test_a_game_without_fire_is_left_alone():
+    pytest.importorskip("ale_py")
+    pytest.importorskip("cv2")
+    env = dreamer.make_env("ALE/Freeway-v5", 64, from_pixels=False)
+    assert not any(isinstance(layer, dreamer.FirstFire) for layer in layers(env))
+    assert dreamer.check_spaces(env)[0] == (64, 64, 3)
+
+
+def test_S18_atari_same_seed_and_actions_same_frames(breakout):
+    actions, runs = np.random.default_rng(0).integers(4, size=40), []
+    for seed in (5, 5, 6):
+        frames = [breakout.reset(seed=seed)[0]]
+        frames += [breakout.step(action)[0] for action in actions]
+        runs.append(np.stack(frames))
+    np.testing.assert_array_equal(runs[0], runs[1])
+    assert (runs[0] != runs[2]).any()
+
+
+@pytest.mark.parametrize("game", ["ALE/Backgammon-v5", "ALE/NoSuchGame-v5"])
+def test_a_game_that_cannot_be_made_is_refused_in_one_line(game):
+    pytest.importorskip("ale_py")
+    with pytest.raises(dreamer.InputError, match=game) as refusal:
+        dreamer.make_env(game, 64, from_pixels=False)
+    assert "\n" not in str(refusal.value)
