@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 import tyro
-from conftest import load
+from conftest import StepsEnv, load
 from torch import nn
 
 import common
@@ -125,7 +125,7 @@ class ExtremeEnv(gym.Env):
 
 class TwoStateEnv(gym.Env):
     """The action is the next state, 0 or 1. Arriving in 1 pays 2, in 0 it costs 1; and 1 twice in a
-    row is the end."""
+    row is the end, which only those can tell who remember where they were."""
 
     observation_space = gym.spaces.Box(0, 1, (2,), np.float32)
     action_space = gym.spaces.Discrete(2)
@@ -140,22 +140,6 @@ class TwoStateEnv(gym.Env):
         return np.eye(2, dtype=np.float32)[action], (-1.0, 2.0)[action], end, False, {}
 
 
-class CueEnv(gym.Env):
-    """One sees -1 or 1, and the action must be the one that it calls for, 3 or 4: reward 1, else
-    -1; what comes then, 0 and the end, does not tell which it was."""
-
-    observation_space = gym.spaces.Box(-1, 1, (1,), np.float32)
-    action_space = gym.spaces.Discrete(2, start=3)
-
-    def reset(self, seed=None, options=None):
-        super().reset(seed=seed)
-        self.cue = int(self.np_random.integers(2))
-        return np.full(1, 2 * self.cue - 1, np.float32), {}
-
-    def step(self, action):
-        return np.zeros(1, np.float32), 1.0 if action - 3 == self.cue else -1.0, True, False, {}
-
-
 for name, entry_point in {
     "Tally": TallyEnv,
     "Film": FilmEnv,
@@ -163,7 +147,6 @@ for name, entry_point in {
     "ForgetfulChoices": ForgetfulChoiceEnv,
     "Extreme": ExtremeEnv,
     "TwoState": TwoStateEnv,
-    "Cue": CueEnv,
 }.items():
     gym.register(f"{name}-v0", entry_point, max_episode_steps=10)
 gym.register("LongFilm-v0", FilmEnv, max_episode_steps=100, kwargs={})
@@ -3280,3 +3263,231 @@ def test_a_game_that_cannot_be_made_is_refused_in_one_line(game):
     with pytest.raises(dreamer.InputError, match=game) as refusal:
         dreamer.make_env(game, 64, from_pixels=False)
     assert "\n" not in str(refusal.value)
+
+
+# ---- flags, types, memory
+
+
+class BothEndsEnv(TallyEnv):
+    """Every other end is also a cut: an episode that ended in its last permitted step."""
+
+    def step(self, action):
+        obs, reward, end, cut, info = super().step(action)
+        return obs, reward, end, cut or end, info
+
+
+gym.register("BothEnds-v0", BothEndsEnv)
+
+
+def test_S7_an_end_that_is_also_a_cut_is_an_end(walk, spy):
+    """is_last and is_terminal are both 1, so nothing is expected after it; a cut alone remains a
+    cut."""
+    returns = spy("td_lambda_returns")
+    args = replace(walk, env_id="BothEnds-v0", total_timesteps=90, replay_ratio=0.5)
+    dreamer.train(args)
+    buffer, kinds = load(args.run_dir)["buffer"], []
+    for i, env in enumerate(TallyEnv.made[:3]):
+        for row, notes in enumerate(env.rows):
+            flags = tuple(buffer[name][row, i].item() for name in ("is_last", "is_terminal"))
+            is_end, is_cut = notes.get("end", False), notes.get("cut", False)
+            assert flags == ((1, 1) if is_end else (1, 0) if is_cut else (0, 0))
+            kinds.append(flags)
+    assert min(kinds.count(kind) for kind in ((0, 0), (1, 0), (1, 1))) > 5
+    for _, cont, is_last, *_ in returns[1::2]:
+        assert not cont[is_last == 0].eq(0).any()
+
+
+class ManyTypesEnv(StepsEnv):
+    """A reset gives whole numbers, as integers; steps give fractions."""
+
+    observation_space = gym.spaces.Box(-np.inf, np.inf, (2,), np.float32)
+
+    def reset(self, seed=None, options=None):
+        return np.rint(10 * super().reset(seed=seed)[0]).astype(np.int64), {}
+
+    def step(self, action):
+        obs, *others = super().step(action)
+        return obs + 0.25, *others
+
+
+gym.register("ManyTypes-v0", ManyTypesEnv, max_episode_steps=10, disable_env_checker=True)
+
+
+def test_S15_observations_that_change_their_type_are_seen_as_they_are(
+    walk, spy, modules, tmp_path, monkeypatch
+):
+    """Whatever came first: fractions are not cut off. The agent acts on what the buffer holds, and
+    a run that was stopped between such steps goes on as if it had not been."""
+    monkeypatch.setattr(common, "evaluate", lambda *_, **__: np.zeros(1))
+    whole = replace(walk, env_id="ManyTypes-v0", total_timesteps=48)
+    with monkeypatch.context() as patch:
+        acted, as_tensor = [], dreamer.as_tensor
+
+        def noted(*args):
+            acted.append(as_tensor(*args).clone())
+            return acted[-1]
+
+        patch.setattr(dreamer, "as_tensor", noted)
+        dreamer.train(whole)
+    buffer, fractions = load(whole.run_dir)["buffer"], 0
+    assert len(acted) == 16
+    for i in range(3):
+        rows = [k for k in range(int(buffer["size"][i])) if not buffer["is_last"][k, i]][:16]
+        shown = torch.stack([obs[i] for obs in acted])
+        assert torch.equal(shown, buffer["obs"][rows, i])
+        is_first = buffer["is_first"][rows, i] == 1
+        assert (shown[is_first] == shown[is_first].round()).all()
+        assert (shown[~is_first] % 1 != 0).all()  # times are k + 1/4, and no position is whole
+        fractions += (~is_first).sum()
+    assert fractions > 30
+    args = replace(whole, run_dir=str(tmp_path / "cut"))
+    train_until(args, 21, monkeypatch)
+    dreamer.train(replace(args, resume=args.run_dir))
+    assert_same(load(whole.run_dir), load(args.run_dir))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc tells what is mapped")
+def test_a_resumed_run_lets_go_of_its_checkpoint(film, monkeypatch):
+    """The file is mapped while it is read. From the second step on it is not: a replay of gigabytes
+    would stay on the disk for as long as the run lasts, although its name has been taken over."""
+    dreamer.train(replace(film, total_timesteps=30))
+    load_state, act, mapped = dreamer.Buffer.load_state, dreamer.act, []
+
+    def is_mapped():
+        return f"{film.run_dir}/checkpoint.pt" in Path("/proc/self/maps").read_text()
+
+    def noted(*args):
+        load_state(*args)
+        mapped.append(is_mapped())
+
+    def noted_act(*args, **kwargs):
+        mapped.append(is_mapped())
+        return act(*args, **kwargs)
+
+    monkeypatch.setattr(common, "evaluate", lambda *_, **__: np.zeros(1))
+    monkeypatch.setattr(dreamer, "dream", lambda *_: np.zeros((3, 2, 8, 8, 3), np.uint8))
+    monkeypatch.setattr(dreamer.Buffer, "load_state", noted)
+    monkeypatch.setattr(dreamer, "act", noted_act)
+    dreamer.train(replace(film, resume=film.run_dir, total_timesteps=48))
+    assert len(mapped) == 1 + 6 and mapped[0] and not any(mapped[2:])
+
+
+# ---- rewards of any size
+
+
+@pytest.mark.parametrize(("rate", "factor"), [(1.0, 1.0), (0.0, 1000.0)])
+def test_D8_the_gradient_of_the_actor_does_not_know_the_size_of_rewards(
+    walk, modules, monkeypatch, tmp_path, rate, factor
+):
+    """Rewards and values times 1000: the same gradient, in direction and size, once the scale has
+    adapted; if it never did, 1000 times as large."""
+    two_hot_mean, gradients = dreamer.two_hot_mean, []
+    monkeypatch.setattr(dreamer, "RETURN_SCALE_RATE", rate)
+    monkeypatch.setattr(dreamer, "MAX_GRAD_NORM", math.inf)
+    for times in (1.0, 1000.0):
+        monkeypatch.setattr(dreamer, "two_hot_mean", lambda x, k=times: k * two_hot_mean(x))
+        args = replace(walk, total_timesteps=15, policy_entropy_coef=0.0)
+        dreamer.train(replace(args, run_dir=str(tmp_path / str(times))))
+        gradients.append(torch.cat([x.grad.flatten() for x in modules["actor"].parameters()]))
+        scale = load(tmp_path / str(times))["return_scale"].item()
+        assert scale == 0 if rate == 0 else scale > 2 * times
+    plain, larger = gradients
+    assert plain.norm() > 1e-2
+    torch.testing.assert_close(larger, factor * plain, rtol=1e-3, atol=1e-4 * factor * plain.norm())
+
+
+# ---- a problem whose answer is known
+
+SMALL = dreamer.Size(deter=32, groups=4, classes=4, units=32, depth=2, blocks=1, image_size=8)
+
+
+def two_state_episode(actions):
+    """Where one gets, what it pays, and whether it ends there; until it does."""
+    place, steps = 0, []
+    for action in actions:
+        is_end, place = place == action == 1, action
+        steps.append((place, 2.0 if place == 1 else -1.0, is_end))
+        if is_end:
+            break
+    return steps
+
+
+@torch.no_grad()
+def states_of(model, steps, is_open_loop):
+    """Features [1 + steps, F] of an episode that is seen; or of one that is imagined from its first
+    observation and the actions, which are the places. The most likely z."""
+    rssm, is_first = model.rssm, torch.zeros(1, 1)
+    h, z, last_action = rssm.initial(1)
+    features = []
+    for t, place in enumerate([0, *(step[0] for step in steps)]):
+        if t > 0 and is_open_loop:
+            h = rssm.recur(h, z, rssm.from_action(last_action))
+            z = dreamer.sample(rssm.prior(h), generator=None).flatten(1)
+        else:
+            embed = model.encoder(dreamer.preprocess(torch.eye(2)[[place]]))
+            h, z, _ = rssm.observe(embed[None], last_action[None], is_first, h, z, generator=None)
+            h, z = h[0], z[0]
+        features.append(torch.cat([h, z], dim=1))
+        if t < len(steps):
+            last_action = torch.eye(2)[[steps[t][0]]]
+    return torch.cat(features)
+
+
+def test_two_states_with_a_known_model_policy_and_value(walk, monkeypatch):
+    """500 updates. The model foresees what all 64 sequences of 6 actions pay and where they end, by
+    what it sees and with eyes closed. The best policy alternates: with gamma = 0.9,
+    V(0) = 2 + 0.9 V(1) and V(1) = -1 + 0.9 V(0), that is 5.79 and 4.21. A greedy one would take its
+    2 twice, for 3.8 and 2; one for which the cut after 10 steps is an end would expect 3.8."""
+    monkeypatch.setitem(dreamer.SIZES, "tiny", SMALL)
+    args = replace(
+        walk,
+        env_id="TwoState-v0",
+        total_timesteps=1_600,
+        batch_size=48,
+        eval_interval=10_000,
+        eval_episodes=2,
+        log_interval=10_000,
+        checkpoint_interval=10_000,
+        num_envs=4,
+        learning_starts=96,
+        buffer_capacity=10_000,
+        replay_ratio=16.0,
+        sequence_length=6,
+        free_nats=0.1,
+        imagine_last=4,
+        horizon=6,
+        td_lambda=0.95,
+        policy_entropy_coef=0.03,
+        tau=0.2,
+    )
+    result, checkpoint = dreamer.train(args), load(args.run_dir)
+    networks = dreamer.build_networks((2,), 2, SMALL)
+    for name, network in zip(("model", "actor", "critic"), networks):
+        network.load_state_dict(checkpoint[name])
+    model, actor, critic = networks
+    num_ends = 0
+    for actions, is_open_loop in itertools.product(
+        itertools.product((0, 1), repeat=6), (False, True)
+    ):
+        steps = two_state_episode(actions)
+        features = states_of(model, steps, is_open_loop)
+        places, rewards, ends = (list(column) for column in zip(*steps))
+        with torch.no_grad():
+            reward = dreamer.two_hot_mean(model.reward(features)).tolist()
+            cont = torch.sigmoid(model.cont(features)).squeeze(1).tolist()
+            best = actor(features).argmax(dim=1).tolist()
+        # a sequence may start anywhere: what came before its first state nobody knows
+        assert reward[1:] == pytest.approx(rewards, abs=0.05)
+        assert cont == pytest.approx([1.0, *(1.0 - end for end in ends)], abs=1e-2)
+        goes_on = [place for place, end in zip(places, ends) if not end]
+        assert best[: 1 + len(goes_on)] == [1 - place for place in [0, *goes_on]]
+        num_ends += ends[-1]
+    assert num_ends == 2 * (64 - 21)  # 21 of the sequences never have 1 twice in a row
+    for is_open_loop in (False, True):
+        features = states_of(model, two_state_episode((1, 0) * 3), is_open_loop)
+        with torch.no_grad():
+            value = dreamer.two_hot_mean(critic(features)).tolist()
+        # imagination never starts from the first two states of a sequence: they learn less
+        assert value[2:] == pytest.approx([5.79, 4.21] * 2 + [5.79], abs=0.4)
+        assert value[:2] == pytest.approx([5.79, 4.21], abs=0.9)
+    assert result["eval/return_mean"] == 5 * 2.0 - 5 * 1.0
