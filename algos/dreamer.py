@@ -971,7 +971,7 @@ def lr_factor(step: int, total: int, schedule: str, warmup: int) -> float:
 
 def keep_large_blocks() -> None:
     """glibc gives freed activations back to the OS and takes them again page by page; large ones it
-    even maps one by one. Here it does neither: up to twice as fast (benchmark/NOTES.md)."""
+    even maps one by one. Here it does neither: a fifth less CPU time (benchmark/NOTES.md)."""
     trim_threshold, mmap_max = -1, -4  # their numbers in malloc.h
     if sys.platform == "linux" and hasattr(ctypes.CDLL(None), "mallopt"):
         ctypes.CDLL(None).mallopt(mmap_max, 0)

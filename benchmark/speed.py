@@ -87,7 +87,7 @@ TITLES |= {"mbpo-model": "MBPO step of the ensemble", "mbpo-sac": "MBPO update o
 TITLES |= {"mbpo-rollout": "MBPO transition of a rollout"}
 TITLES |= {"fqf": "FQF update, vectors", "fqf-atari": "FQF update, Atari images"}
 TITLES |= {"fqf-loop": "FQF step of CartPole", "fqf-tree": "FQF draw from a million priorities"}
-TITLES |= {"gail-loop": "GAIL step of CartPole"}
+TITLES |= {"gail-loop": "GAIL step of CartPole", "dreamer": "Dreamer update"}
 TORCH = "torch==2.13.0"
 
 
