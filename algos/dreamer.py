@@ -22,8 +22,8 @@ the two nearest of J bins, which grow exponentially, so that rewards of any size
 
 Differences from the paper:
     - The convolutions of 2023, 4 x 4 with stride 2; those of 2024, 5 x 5 and pooled, cost far more.
-    - Adam and a clip of the gradient's norm, as in 2023, in place of LaProp and a clip per matrix:
-      less to read. A small model learns best at a rate that would ruin its actor: there are two.
+    - Adam, a clip of the gradient's norm, and another learning rate for actor and critic, as in
+      2023, in place of LaProp and a clip per matrix: less to read.
     - Sequences start from a state of zeros, not from one that was stored in the replay; so only
       their last steps, which have seen something, are where imagination starts. No online queue.
     - The critic's loss on replayed rewards does not reach the model.
