@@ -1,9 +1,10 @@
-"""python ours.py ALGO: algos/<ALGO>.py as a user runs it, the loop of train() itself, its sampling
-and logging included."""
+"""python ours.py ALGO [--variant compile]: algos/<ALGO>.py as a user runs it, the loop of train()
+itself, its sampling and logging included."""
 
 import importlib
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -40,17 +41,17 @@ with tempfile.TemporaryDirectory() as folder:
         terminations=np.zeros(100_000, dtype=bool),
         truncations=np.arange(100_000) % 200 == 199,
     )
-    algo.train(
-        algo.Args(
-            dataset=f"{folder}/data.npz",
-            total_updates=(1 + ARGS.windows) * ARGS.updates,  # the first window warms up
-            log_interval=ARGS.updates,
-            eval_interval=10**9,
-            eval_episodes=1,
-            run_dir=f"{folder}/run",
-            torch_threads=ARGS.threads,
-            quiet=True,
-            **OWN_FLAGS[ARGS.algo],
-        )
+    args = algo.Args(
+        dataset=f"{folder}/data.npz",
+        total_updates=(1 + ARGS.windows) * ARGS.updates,  # the first window warms up
+        log_interval=ARGS.updates,
+        eval_interval=10**9,
+        eval_episodes=1,
+        run_dir=f"{folder}/run",
+        torch_threads=ARGS.threads,
+        compile=ARGS.variant == "compile",
+        quiet=True,
+        **OWN_FLAGS[ARGS.algo],
     )
+    algo.train(replace(args, **ARGS.flags))
 report(marks)

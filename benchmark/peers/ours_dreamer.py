@@ -74,6 +74,7 @@ with tempfile.TemporaryDirectory() as folder:
             run_dir=f"{folder}/run",
             device="cpu",
             torch_threads=ARGS.threads,
+            compile=ARGS.variant == "compile",
             quiet=True,
         )
     )

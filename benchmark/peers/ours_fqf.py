@@ -4,6 +4,7 @@ that does nothing.
 
 "fqf": 4 observations, 2 actions, 128 wide, 64 cosines, 32 fractions, batch 128.
 "fqf-atari": 4 x 84 x 84 bytes, 4 actions, the Nature CNN, 512 wide, 32 fractions, batch 32.
+"fqf-buffer": "fqf" with --prioritized, and a replay buffer that is full from the start.
 "fqf-loop": steps of CartPole with the default flags, evaluations excluded.
 "fqf-tree": draw 128 of 1,000,000 priorities, write 128 new ones; one sample counts. "python" does
 the same with a plain Python tree, one sample after the other.
@@ -11,6 +12,7 @@ the same with a plain Python tree, one sample after the other.
 
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import gymnasium as gym
@@ -37,6 +39,18 @@ class StillEnv(gym.Env):
 
     def step(self, action):
         return self.obs.copy(), 0.0, False, False, {}
+
+
+class FullBuffer(fqf.Buffer):
+    """As a run leaves it that has filled it: a million steps would take longer than all windows."""
+
+    def __init__(self, capacity: int, obs_shape: tuple[int, ...]):
+        super().__init__(capacity, obs_shape)
+        rng, slots = np.random.default_rng(0), np.arange(capacity)
+        self.columns["frame"][:] = rng.standard_normal((capacity, *obs_shape))
+        self.columns["age"][:] = slots % 1000
+        self.tree[slots] = rng.random(capacity)
+        self.size = capacity
 
 
 class PythonTree:
@@ -98,6 +112,7 @@ SETTINGS = {
     "fqf-atari": {"env_id": "StillImages-v0", "batch_size": 32, "hidden_dim": 512} | LEARNER,
     "fqf-loop": {"env_id": "CartPole-v1"},
 }
+SETTINGS["fqf-buffer"] = SETTINGS["fqf"] | {"prioritized": True}
 if ARGS.algo not in SETTINGS:
     raise SystemExit(f"ours_fqf.py has no setting {ARGS.algo!r}")
 is_loop = ARGS.algo == "fqf-loop"
@@ -126,23 +141,24 @@ def marked_scalars(logger: fqf.Logger, step: int, values: dict) -> None:
 
 
 fqf.make_env, fqf.Logger.scalars = make_stacked_env, marked_scalars
+if ARGS.algo == "fqf-buffer":
+    fqf.Buffer = FullBuffer
 starts = 1_000 if is_loop else 200
 with tempfile.TemporaryDirectory() as folder:
-    fqf.train(
-        fqf.Args(
-            total_timesteps=starts + (1 + ARGS.windows) * ARGS.updates,
-            learning_starts=starts,
-            epsilon_steps=10_000 if is_loop else 1,
-            epsilon_final=0.05 if is_loop else 0.0,
-            log_interval=ARGS.updates,  # the first window warms up
-            eval_interval=10**9,
-            eval_episodes=1,
-            checkpoint_interval=10**9,
-            run_dir=f"{folder}/run",
-            torch_threads=ARGS.threads,
-            compile=ARGS.variant == "compile",
-            quiet=True,
-            **SETTINGS[ARGS.algo],
-        )
+    args = fqf.Args(
+        total_timesteps=starts + (1 + ARGS.windows) * ARGS.updates,
+        learning_starts=starts,
+        epsilon_steps=10_000 if is_loop else 1,
+        epsilon_final=0.05 if is_loop else 0.0,
+        log_interval=ARGS.updates,  # the first window warms up
+        eval_interval=10**9,
+        eval_episodes=1,
+        checkpoint_interval=10**9,
+        run_dir=f"{folder}/run",
+        torch_threads=ARGS.threads,
+        compile=ARGS.variant == "compile",
+        quiet=True,
+        **SETTINGS[ARGS.algo],
     )
+    fqf.train(replace(args, **ARGS.flags))
 report(marks[-ARGS.windows - 1 :])

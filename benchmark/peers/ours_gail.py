@@ -1,5 +1,5 @@
-"""python ours_gail.py gail-loop [--variant no-penalty]: algos/gail.py as a user runs it, that is
-train() itself on CartPole, with its rollouts, both learners and its logs (metrics.csv and
+"""python ours_gail.py gail-loop [--variant no-penalty|compile]: algos/gail.py as a user runs it,
+that is train() itself on CartPole, with its rollouts, both learners and its logs (metrics.csv and
 TensorBoard, after every rollout and every episode); without evaluations and checkpoints. A step of
 one environment is what counts.
 
@@ -60,6 +60,7 @@ with tempfile.TemporaryDirectory() as folder:
             run_dir=f"{folder}/run",
             device="cpu",
             torch_threads=ARGS.threads,
+            compile=ARGS.variant == "compile",
             quiet=True,
         )
     )

@@ -8,6 +8,7 @@ per step. A critic update is what counts. "loop" swaps the stacked critics for a
 
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import gymnasium as gym
@@ -66,26 +67,27 @@ def marked_scalars(logger: rlpd.Logger, step: int, values: dict) -> None:
 rlpd.Logger.scalars = marked_scalars
 gym.register("Still-v0", StillEnv, max_episode_steps=1000)
 UPDATES_PER_STEP = {"rlpd": 20, "sac": 1}[ARGS.algo]
+UPDATES_PER_STEP = ARGS.flags.get("gradient_updates_per_step", UPDATES_PER_STEP)
+assert ARGS.updates % UPDATES_PER_STEP == 0  # windows are whole steps
 OWN_FLAGS = {
     "rlpd": {"dataset": "random:100000", "num_critics": 10},
     "sac": {"dataset": "none", "num_critics": 2, "critic_layer_norm": False},
 }
 with tempfile.TemporaryDirectory() as folder:
-    rlpd.train(
-        rlpd.Args(
-            env_id="Still-v0",
-            total_timesteps=(1 + ARGS.windows) * ARGS.updates // UPDATES_PER_STEP,
-            log_interval=ARGS.updates // UPDATES_PER_STEP,  # the first window warms up
-            eval_interval=10**9,
-            eval_episodes=1,
-            learning_starts=0,
-            gradient_updates_per_step=UPDATES_PER_STEP,
-            hidden_dim=256,
-            run_dir=f"{folder}/run",
-            torch_threads=ARGS.threads,
-            compile=ARGS.variant == "compile",
-            quiet=True,
-            **OWN_FLAGS[ARGS.algo],
-        )
+    args = rlpd.Args(
+        env_id="Still-v0",
+        total_timesteps=(1 + ARGS.windows) * ARGS.updates // UPDATES_PER_STEP,
+        log_interval=ARGS.updates // UPDATES_PER_STEP,  # the first window warms up
+        eval_interval=10**9,
+        eval_episodes=1,
+        learning_starts=0,
+        gradient_updates_per_step=UPDATES_PER_STEP,
+        hidden_dim=256,
+        run_dir=f"{folder}/run",
+        torch_threads=ARGS.threads,
+        compile=ARGS.variant == "compile",
+        quiet=True,
+        **OWN_FLAGS[ARGS.algo],
     )
+    rlpd.train(replace(args, **ARGS.flags))
 report(marks)

@@ -12,6 +12,9 @@ import torch
 parser = argparse.ArgumentParser()
 parser.add_argument("algo", nargs="?", help="for the scripts that time more than one")
 parser.add_argument("--variant", default="", help="of ours: compile, or loop")
+parser.add_argument(
+    "--flags", type=json.loads, default={}, help="of ours: JSON, over the setting's"
+)
 for flag, default in (("--threads", 1), ("--windows", 3), ("--updates", 100)):
     parser.add_argument(flag, type=int, default=default)
 ARGS = parser.parse_args()
