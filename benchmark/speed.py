@@ -3,6 +3,8 @@
     python benchmark/speed.py                    ours against the limit
     python benchmark/speed.py --peers            and against other libraries, each in a fresh venv
     python benchmark/speed.py --only awr         one algorithm; the figures of the others stay
+    python benchmark/speed.py --only start       none of them: what a start and large data cost
+    python benchmark/speed.py --growth           how the cost grows with five flags (4 minutes)
 
 Machines are noisy, so that only ratios within one run mean something: the contenders take turns,
 round after round, each in a process of its own, several windows each. Printed are updates per
@@ -12,11 +14,17 @@ networks cost, forward, backward and Adam, without anything else (benchmark/peer
 
 Also: how long --help and the first update take, and what a dataset of a million transitions costs.
 The windows go to benchmark/results/speed.csv, the tables between the speed markers of the README.
+
+--growth times our scripts alone, at one thread, while one flag goes up and all others stay: the
+windows go to results/growth.csv, their medians, on two logarithmic axes, to results/growth.png. A
+cost that is proportional to the flag has slope 1 there, and one that does not depend on it slope 0.
 """
 
 import csv
 import json
+import math
 import os
+import re
 import resource
 import statistics
 import subprocess
@@ -61,7 +69,7 @@ PEERS = {  # of each algorithm: scripts in benchmark/peers/, named after a packa
     "gail-loop": ("imitation_gail", "axiomrl_gail"),  # environment steps of a whole run
     "dreamer": ("sheeprl_dreamer",),
 }
-SCRIPT_KINDS = {"rlpd": "_sac", "sac": "_sac"}  # ours and limit; else those of the algorithm
+SCRIPT_KINDS = {"rlpd": "_sac", "sac": "_sac", "fqf-buffer": "_fqf"}  # of ours and of limit
 SCRIPT_KINDS |= {
     algo: f"_{kind}"
     for kind in ("mbpo", "fqf", "gail", "dreamer")
@@ -73,9 +81,10 @@ VARIANTS = {  # of ours
     algo: {"ours, --compile": "compile", "ours, a loop over the critics": "loop"}
     for algo in ("rlpd", "sac")
 }
-VARIANTS |= {algo: {"ours, --compile": "compile"} for algo in ("mbpo-sac", "fqf")}
+COMPILED = ("awr", "marwil", "crr", "mbpo-sac", "fqf", "gail-loop", "dreamer")
+VARIANTS |= {algo: {"ours, --compile": "compile"} for algo in COMPILED}
 VARIANTS |= {"fqf-tree": {"a plain Python tree": "python"}}
-VARIANTS |= {"gail-loop": {"ours, --gradient-penalty 0": "no-penalty"}}  # the peers have none
+VARIANTS["gail-loop"] |= {"ours, --gradient-penalty 0": "no-penalty"}  # the peers have none
 # per window; AWR and MARWIL compute all returns once in 1,000, RLPD makes about 25 a second
 UPDATES = {"awr": 1_000, "marwil": 1_000, "crr": 1_000, "rlpd": 200, "sac": 500}
 UPDATES |= {"mbpo-model": 200, "mbpo-rollout": 200_000, "mbpo-sac": 300}
@@ -90,6 +99,53 @@ TITLES |= {"fqf-loop": "FQF step of CartPole", "fqf-tree": "FQF draw from a mill
 TITLES |= {"gail-loop": "GAIL step of CartPole"}
 TORCH = "torch==2.13.0"
 
+START = {  # flags with which the first update comes at once; GAIL's comes after a rollout
+    "awr": "--value-warmup 0",
+    "marwil": "",
+    "crr": "",
+    "rlpd": "--learning-starts 0",
+    "mbpo": "--learning-starts 3",  # the model is fitted before
+    "fqf": "--learning-starts 0",
+    "gail": "",
+    "dreamer": "--learning-starts 128",  # a sequence of each environment
+}
+NUM_STARTS = 3  # of each
+
+
+@dataclass
+class Panel:
+    """One flag that goes up. A window is about half a second, as far as one update allows it."""
+
+    title: str
+    setting: str  # of a script in benchmark/peers/, which says what the other flags are
+    flags: dict  # that are not as they are there
+    updates: dict[int, int]  # value of the flag -> updates per window
+    unit: str = "update"  # whose cost is drawn
+
+
+# prior data of RLPD are made on the spot: 100,000 steps, as in the tables, would take the most time
+FEW_DATA = {"dataset": "random:1000"}
+GROWTH = {
+    "batch_size": Panel("batch", "crr", {}, {16: 100, 64: 60, 256: 25, 1024: 6, 4096: 2}),
+    "hidden_dim": Panel("width", "crr", {}, {32: 100, 64: 100, 128: 60, 256: 25, 512: 8, 1024: 3}),
+    "num_critics": Panel(
+        "ensemble",
+        "rlpd",
+        FEW_DATA | {"gradient_updates_per_step": 8},
+        {2: 32, 4: 24, 8: 16, 16: 8, 32: 8},
+    ),
+    "gradient_updates_per_step": Panel(
+        "update-to-data ratio",
+        "rlpd",
+        FEW_DATA,
+        {1: 16, 2: 16, 4: 16, 8: 16, 16: 16, 32: 32},
+        unit="step",
+    ),
+    "buffer_capacity": Panel(
+        "full replay buffer", "fqf-buffer", {}, dict.fromkeys((10**3, 10**4, 10**5, 10**6), 25)
+    ),
+}
+
 
 @dataclass
 class Options:
@@ -98,8 +154,9 @@ class Options:
     venvs: Path | None = None  # keep those venvs here [a temporary folder]
     rounds: int = 2  # turns of every contender
     windows: int = 2  # windows per turn
+    growth: bool = False  # instead: how the cost of an update of ours grows
     readme: Path = ROOT / "README.md"  # the file with the two speed markers
-    results: Path = ROOT / "benchmark" / "results"  # where speed.csv goes
+    results: Path = ROOT / "benchmark" / "results"  # where speed.csv, growth.csv and growth.png go
 
 
 def install(peer: str, folder: Path) -> str:
@@ -115,12 +172,15 @@ def install(peer: str, folder: Path) -> str:
     return str(python)
 
 
+def ours(setting: str) -> list[str]:
+    script = ROOT / "benchmark" / "peers" / f"ours{SCRIPT_KINDS.get(setting, '')}.py"
+    return [sys.executable, str(script), setting]
+
+
 def contenders(algo: str, venvs: Path | None) -> dict[str, list[str]]:
     """Name in the table -> command"""
     scripts, kind = ROOT / "benchmark" / "peers", SCRIPT_KINDS.get(algo, "")
-    commands = {
-        "ours": [sys.executable, str(scripts / f"ours{kind}.py"), algo],
-    }
+    commands = {"ours": ours(algo)}
     if algo not in WITHOUT_LIMIT:
         limit = [sys.executable, str(scripts / f"limit{kind}.py"), algo]
         commands["the limit (bare matmuls)"] = limit
@@ -132,21 +192,25 @@ def contenders(algo: str, venvs: Path | None) -> dict[str, list[str]]:
     return commands
 
 
+def time_windows(name: str, command: list[str], threads: int, windows: int, updates: int) -> dict:
+    """What benchmark/peers/timing.py prints: "wall" and "cpu", seconds per update of each window,
+    and "peak_mb"."""
+    flags = {"threads": threads, "windows": windows, "updates": updates}
+    words = [word for key, value in flags.items() for word in (f"--{key}", str(value))]
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
+    result = subprocess.run([*command, *words], env=environment, capture_output=True, text=True)
+    if result.returncode != 0:
+        raise SystemExit(f"{name} failed:\n{result.stderr[-2000:]}")
+    return json.loads(result.stdout.splitlines()[-1])
+
+
 def measure_updates(algo: str, commands: dict[str, list[str]], options: Options) -> list[dict]:
     """One row per window: contender, threads, seconds of wall and of CPU per update."""
     rows = []
     for turn in range(options.rounds):
         for threads in (1, 2):
             for name, command in commands.items():
-                flags = {"threads": threads, "windows": options.windows, "updates": UPDATES[algo]}
-                words = [word for key, value in flags.items() for word in (f"--{key}", str(value))]
-                environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
-                result = subprocess.run(
-                    [*command, *words], env=environment, capture_output=True, text=True
-                )
-                if result.returncode != 0:
-                    raise SystemExit(f"{name} failed:\n{result.stderr[-2000:]}")
-                timing = json.loads(result.stdout.splitlines()[-1])
+                timing = time_windows(name, command, threads, options.windows, UPDATES[algo])
                 peak_mb = round(timing["peak_mb"])
                 for wall, cpu in zip(timing["wall"], timing["cpu"]):
                     times = {"wall": f"{wall:.5g}", "cpu": f"{cpu:.5g}", "peak_mb": peak_mb}
@@ -192,23 +256,45 @@ def children_cpu() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def measure_start() -> str:
-    """--help, and the time from the command to the first update with the shipped npz."""
-    script, before = str(ROOT / "algos" / "crr.py"), children_cpu()
+def measure_start(algo: str) -> tuple[float, float, float, float]:
+    """-> CPU-seconds of --help; CPU-seconds, seconds and peak MB from the command to the first
+    update, the evaluation of the untrained policy included."""
+    script, before = str(ROOT / "algos" / f"{algo}.py"), children_cpu()
     subprocess.run([sys.executable, script, "--help"], capture_output=True, check=True)
     help_seconds = children_cpu() - before
+    loss = "losses/quantile" if algo == "fqf" else "losses/actor"
     with tempfile.TemporaryDirectory() as folder:
-        flags = ["--total-updates", "2", "--log-interval", "1", "--run-dir", f"{folder}/run"]
+        flags = [*START[algo].split(), "--log-interval", "1", "--run-dir", f"{folder}/run"]
         metrics, start = Path(folder, "run", "metrics.csv"), time.perf_counter()
         process = subprocess.Popen([sys.executable, script, "--quiet", *flags])
-        while not (metrics.exists() and "losses/actor" in metrics.read_text()):
+        while not (metrics.exists() and loss in metrics.read_text()):
+            if process.poll() is not None:
+                raise SystemExit(f"{algo} ended before its first update")
             time.sleep(0.01)
         first_update = time.perf_counter() - start
+        status, stat = (
+            Path(f"/proc/{process.pid}/{name}").read_text() for name in ("status", "stat")
+        )
+        process.terminate()
         process.wait()
-    return (
-        f"`--help` takes {help_seconds:.1f} s of CPU time. The first update comes"
-        f" {first_update:.1f} s after the command, evaluation of the untrained policy included."
-    )
+    user, system = stat.rpartition(")")[2].split()[11:13]  # in ticks; a name could hold blanks
+    cpu = (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+    peak_mb = int(re.search(r"VmHWM:\s+(\d+)", status)[1]) / 1024
+    return help_seconds, cpu, first_update, peak_mb
+
+
+def start_table(starts: dict[str, list[tuple[float, ...]]]) -> str:
+    """Of each algorithm: what measure_start gave, several times."""
+    lines = [
+        "| script | `--help`: CPU-seconds | first update: CPU-seconds | seconds | MB | flags |",
+        "| :-- | --: | --: | --: | --: | :-- |",
+    ]
+    for algo, measured in starts.items():
+        help_seconds, cpu, first_update, peak_mb = map(statistics.median, zip(*measured))
+        numbers = f"{help_seconds:.2f} | {cpu:.1f} | {first_update:.1f} | {peak_mb:.0f}"
+        flags = f"`{START[algo]}`" if START[algo] else "-"
+        lines.append(f"| {algo}.py | {numbers} | {flags} |")
+    return "\n".join(lines)
 
 
 LOAD = """
@@ -249,7 +335,102 @@ def measure_large_dataset() -> str:
     )
 
 
+def measure_growth(options: Options) -> list[dict]:
+    """One row per window: CPU-seconds of an update, or of all updates of an environment step."""
+    rows = []
+    for turn in range(options.rounds):
+        for flag, panel in GROWTH.items():
+            for value, updates in panel.updates.items():
+                name = f"{panel.setting} {flag} {value}"
+                flags = json.dumps(panel.flags | {flag: value})
+                command = [*ours(panel.setting), "--flags", flags]
+                timing = time_windows(name, command, 1, options.windows, updates)
+                per_unit = value if panel.unit == "step" else 1
+                for cpu in timing["cpu"]:
+                    what = {"contender": panel.setting, "flag": flag, "value": value}
+                    seconds = f"{cpu * per_unit:.5g}"
+                    rows.append({**what, "per": panel.unit, "turn": turn, "seconds": seconds})
+                print(f"round {turn + 1} {name}: {1000 * float(seconds):.3g} ms", flush=True)
+    return rows
+
+
+def growth_curve(rows: list[dict], flag: str) -> tuple[list[int], list[list[float]]]:
+    """-> values of the flag, rising, and of each the seconds of all its windows"""
+    windows = {}
+    for row in rows:
+        if row["flag"] == flag:
+            windows.setdefault(int(row["value"]), []).append(float(row["seconds"]))
+    values = sorted(windows)
+    return values, [windows[value] for value in values]
+
+
+def last_slope(values: list[int], seconds: list[float]) -> float:
+    """Between the last two points of the figure: 1 if twice the value costs twice the seconds."""
+    return math.log(seconds[-1] / seconds[-2]) / math.log(values[-1] / values[-2])
+
+
+def in_thousands(value: int) -> str:
+    for unit, letter in ((10**6, "M"), (10**3, "k")):
+        if value % unit == 0:
+            return f"{value // unit}{letter}"
+    return str(value)
+
+
+def draw_growth(rows: list[dict], path: Path) -> None:
+    from matplotlib.figure import Figure  # slow to import
+
+    canvas = Figure(figsize=(10, 2.9), dpi=200, layout="constrained")
+    panels = canvas.subplots(1, len(GROWTH), sharey=True)
+    for (flag, panel), axes in zip(GROWTH.items(), panels):
+        values, windows = growth_curve(rows, flag)
+        low, middle, high = (
+            [1000 * statistic(seconds) for seconds in windows]
+            for statistic in (min, statistics.median, max)
+        )
+        color = report.PALETTE[0]
+        spread = axes.vlines(values, low, high, color=color, alpha=0.35, linewidth=4)
+        (line,) = axes.plot(values, middle, "o-", color=color, linewidth=1.6, markersize=3.5)
+        proportional = [middle[-1] * value / values[-1] for value in values]
+        style = {"color": "0.45", "linestyle": ":", "linewidth": 1.3, "zorder": 1}
+        (dotted,) = axes.plot(values, proportional, **style)
+        slope = last_slope(values, middle)
+        corner = {"transform": axes.transAxes, "va": "top"}
+        axes.text(0.05, 0.96, f"slope at the end {slope:.2f}", fontsize=7, color="0.3", **corner)
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.set_title(panel.title, fontsize=8.5, fontweight="bold", loc="left")
+        label = f"{panel.setting.split('-')[0].upper()}, --{flag.replace('_', '-')}"
+        axes.set_xlabel(label, fontsize=7, color="0.3")
+        axes.set_xticks(values, [in_thousands(value) for value in values])
+        axes.minorticks_off()
+        axes.tick_params(labelsize=7, color="0.7")
+        axes.grid(color="0.93")
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.spines[["left", "bottom"]].set_color("0.7")
+    panels[0].set_ylabel("CPU-milliseconds, 1 thread", fontsize=7.5, color="0.3")
+    panels[0].yaxis.set_major_formatter("{x:g}")
+    measured = [1000 * float(row["seconds"]) for row in rows]
+    panels[0].set_ylim(0.4 * min(measured), 1.5 * max(measured))  # a dotted line may leave it
+    labels = ("an update (update-to-data ratio: a step), median", "all windows", "slope 1")
+    legend = {"loc": "outside lower center", "ncols": 3, "fontsize": 7.5, "frameon": False}
+    canvas.legend([line, spread, dotted], labels, **legend)
+    canvas.savefig(path, metadata={"Software": None})
+
+
+def write_rows(path: Path, rows: list[dict]) -> None:
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0].keys())
+        writer.writeheader()
+        writer.writerows(rows)
+
+
 def main(options: Options) -> None:
+    if options.growth:
+        rows = measure_growth(options)
+        write_rows(options.results / "growth.csv", rows)
+        draw_growth(rows, options.results / "growth.png")
+        return
     path, rows = options.results / "speed.csv", []
     if path.exists():
         with open(path, newline="") as file:
@@ -260,12 +441,14 @@ def main(options: Options) -> None:
             commands = contenders(algo, venvs)
             rows = [row for row in rows if row["algo"] != algo]
             rows += measure_updates(algo, commands, options)
-    with open(path, "w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0].keys())
-        writer.writeheader()
-        writer.writerows(rows)
+    write_rows(path, rows)
     tables = [speed_table(algo, rows) for algo in PEERS if algo in {row["algo"] for row in rows}]
-    text = "\n\n".join([*tables, measure_start(), measure_large_dataset()])
+    starts = {algo: [] for algo in START}
+    for _ in range(NUM_STARTS):
+        for algo, measured in starts.items():
+            measured.append(measure_start(algo))
+            print(f"start of {algo}: {measured[-1][2]:.1f} s", flush=True)
+    text = "\n\n".join([*tables, start_table(starts), measure_large_dataset()])
     print(text)
     readme = report.replace_section(options.readme.read_bytes(), text, "speed")
     report.write(options.readme, readme)

@@ -367,6 +367,77 @@ def test_speed_table_by_hand():
     assert table[3] == "| peer | 19 [12, 25] | 0.50 | 38 [25, 50] | 0.50 | 300 |"
 
 
+def test_start_table_by_hand():
+    """Medians of each column, whatever the others did in the same turn."""
+    starts = {"crr": [(0.2, 3.1, 5.0, 300.2), (0.4, 3.3, 2.0, 301.0), (0.3, 4.0, 2.54, 299.0)]}
+    starts["rlpd"] = [(0.25, 4.0, 3.0, 350.0)]
+    table = speed.start_table(starts).splitlines()
+    assert table[2] == "| crr.py | 0.30 | 3.3 | 2.5 | 300 | - |"
+    assert table[3] == "| rlpd.py | 0.25 | 4.0 | 3.0 | 350 | `--learning-starts 0` |"
+    assert speed.START.keys() == ALGOS.keys()
+    for algo, flags in speed.START.items():
+        ALGOS[algo].check_args(tyro.cli(ALGOS[algo].Args, args=flags.split()))
+
+
+def test_growth_by_hand(monkeypatch, tmp_path):
+    """An update that costs 1 ms and 0.5 ms for each critic, in windows of which the last is slow.
+    A step with G updates costs G times an update."""
+    critics = speed.Panel("ensemble", "rlpd", {"hidden_dim": 64}, {2: 30, 8: 10})
+    ratio = speed.Panel("ratio", "rlpd", {}, {1: 16, 4: 8}, unit="step")
+    panels = {"num_critics": critics, "gradient_updates_per_step": ratio}
+    monkeypatch.setattr(speed, "GROWTH", panels)
+    calls = []
+
+    def time_windows(name, command, threads, windows, updates):
+        flags = json.loads(command[command.index("--flags") + 1])
+        calls.append((command[1:3], flags, threads, updates))
+        cpu = 0.001 + 0.0005 * flags.get("num_critics", 4)
+        return {"cpu": [cpu] * (windows - 1) + [10 * cpu]}
+
+    monkeypatch.setattr(speed, "time_windows", time_windows)
+    rows = speed.measure_growth(speed.Options(rounds=2, windows=3))
+    script = [str(ROOT / "benchmark" / "peers" / "ours_sac.py"), "rlpd"]
+    assert calls[0] == (script, {"hidden_dim": 64, "num_critics": 2}, 1, 30)
+    assert calls[1] == (script, {"hidden_dim": 64, "num_critics": 8}, 1, 10)
+    assert calls[3] == (script, {"gradient_updates_per_step": 4}, 1, 8)
+    assert calls[4:] == calls[:4] and len(rows) == 2 * 4 * 3  # two turns
+    row = {"contender": "rlpd", "flag": "num_critics", "value": 2, "per": "update"}
+    assert rows[0] == row | {"turn": 0, "seconds": "0.002"}
+    values, windows = speed.growth_curve(rows, "num_critics")
+    assert values == [2, 8] and windows[0] == [0.002, 0.002, 0.02] * 2
+    medians = [sorted(seconds)[3] for seconds in windows]  # 2 ms and 5 ms
+    assert speed.last_slope(values, medians) == pytest.approx(np.log(2.5) / np.log(4))
+    values, windows = speed.growth_curve(rows, "gradient_updates_per_step")
+    assert values == [1, 4] and [min(seconds) for seconds in windows] == [0.003, 0.012]
+    assert speed.last_slope(values, [0.003, 0.012]) == pytest.approx(1)
+    assert speed.last_slope([1, 2, 4], [1.0, 7.0, 7.0]) == 0
+    names = [speed.in_thousands(value) for value in (16, 1000, 1024, 100_000, 10**6)]
+    assert names == ["16", "1k", "1024", "100k", "1M"]
+    speed.draw_growth(rows, tmp_path / "growth.png")
+    assert (tmp_path / "growth.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("flag", ["batch_size", "num_critics", "buffer_capacity"])
+def test_growth_times_our_scripts(flag, monkeypatch):
+    """The scripts take the flags, and give back a time per window."""
+    flags = {"batch_size": {}, "num_critics": {"gradient_updates_per_step": 2, "dataset": "none"}}
+    flags = flags.get(flag, {}) | {"hidden_dim": 16}
+    setting = speed.GROWTH[flag].setting
+    panel = speed.Panel("small", setting, flags, {64: 2})
+    monkeypatch.setattr(speed, "GROWTH", {flag: panel})
+    rows = speed.measure_growth(speed.Options(rounds=1, windows=2))
+    assert [(row["contender"], row["value"]) for row in rows] == [(setting, 64)] * 2
+    assert all(float(row["seconds"]) > 0 for row in rows)
+
+
+def test_variants_of_ours_have_a_contender():
+    assert speed.VARIANTS.keys() <= speed.PEERS.keys()
+    for algo, variants in speed.VARIANTS.items():
+        commands = speed.contenders(algo, None)
+        for name, variant in variants.items():
+            assert commands[name] == [*commands["ours"], "--variant", variant]
+
+
 def loop(seconds):
     # 1. rest
     for share in (0.1, 0.3):
