@@ -172,7 +172,7 @@ def install(peer: str, folder: Path) -> str:
     return str(python)
 
 
-def ours(setting: str) -> list[str]:
+def our_command(setting: str) -> list[str]:
     script = ROOT / "benchmark" / "peers" / f"ours{SCRIPT_KINDS.get(setting, '')}.py"
     return [sys.executable, str(script), setting]
 
@@ -180,7 +180,7 @@ def ours(setting: str) -> list[str]:
 def contenders(algo: str, venvs: Path | None) -> dict[str, list[str]]:
     """Name in the table -> command"""
     scripts, kind = ROOT / "benchmark" / "peers", SCRIPT_KINDS.get(algo, "")
-    commands = {"ours": ours(algo)}
+    commands = {"ours": our_command(algo)}
     if algo not in WITHOUT_LIMIT:
         limit = [sys.executable, str(scripts / f"limit{kind}.py"), algo]
         commands["the limit (bare matmuls)"] = limit
@@ -343,7 +343,7 @@ def measure_growth(options: Options) -> list[dict]:
             for value, updates in panel.updates.items():
                 name = f"{panel.setting} {flag} {value}"
                 flags = json.dumps(panel.flags | {flag: value})
-                command = [*ours(panel.setting), "--flags", flags]
+                command = [*our_command(panel.setting), "--flags", flags]
                 timing = time_windows(name, command, 1, options.windows, updates)
                 per_unit = value if panel.unit == "step" else 1
                 for cpu in timing["cpu"]:
