@@ -258,15 +258,17 @@ def children_cpu() -> float:
 
 def measure_start(algo: str) -> tuple[float, float, float, float]:
     """-> CPU-seconds of --help; CPU-seconds, seconds and peak MB from the command to the first
-    update, the evaluation of the untrained policy included."""
+    update, the evaluation of the untrained policy included. At one thread: a second one that waits
+    for a busy machine would count, too."""
     script, before = str(ROOT / "algos" / f"{algo}.py"), children_cpu()
     subprocess.run([sys.executable, script, "--help"], capture_output=True, check=True)
     help_seconds = children_cpu() - before
     loss = "losses/quantile" if algo == "fqf" else "losses/actor"
     with tempfile.TemporaryDirectory() as folder:
-        flags = [*START[algo].split(), "--log-interval", "1", "--run-dir", f"{folder}/run"]
+        flags = ["--log-interval", "1", "--torch-threads", "1", "--run-dir", f"{folder}/run"]
         metrics, start = Path(folder, "run", "metrics.csv"), time.perf_counter()
-        process = subprocess.Popen([sys.executable, script, "--quiet", *flags])
+        command = [sys.executable, script, "--quiet", *flags, *START[algo].split()]
+        process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
         while not (metrics.exists() and loss in metrics.read_text()):
             if process.poll() is not None:
                 raise SystemExit(f"{algo} ended before its first update")

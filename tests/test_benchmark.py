@@ -5,6 +5,7 @@ import errno
 import inspect
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -379,6 +380,16 @@ def test_start_table_by_hand():
         ALGOS[algo].check_args(tyro.cli(ALGOS[algo].Args, args=flags.split()))
 
 
+def test_published_starts():
+    """A row for each script, with the flags that it was started with."""
+    readme = (ROOT / "README.md").read_text()
+    for algo, flags in speed.START.items():
+        row = rf"\| {algo}\.py \| (\S+) \| (\S+) \| (\S+) \| (\S+) \| (.*) \|"
+        *numbers, shown = re.search(row, readme).groups()
+        assert all(float(number) > 0 for number in numbers)
+        assert shown == (f"`{flags}`" if flags else "-")
+
+
 def test_growth_by_hand(monkeypatch, tmp_path):
     """An update that costs 1 ms and 0.5 ms for each critic, in windows of which the last is slow.
     A step with G updates costs G times an update."""
@@ -428,6 +439,24 @@ def test_growth_times_our_scripts(flag, monkeypatch):
     rows = speed.measure_growth(speed.Options(rounds=1, windows=2))
     assert [(row["contender"], row["value"]) for row in rows] == [(setting, 64)] * 2
     assert all(float(row["seconds"]) > 0 for row in rows)
+
+
+def test_published_growth(tmp_path):
+    """All panels are there, each with several windows for every value, which are as far apart as
+    the ratio between them says. How long anything took is the machine's business."""
+    with open(ROOT / "benchmark" / "results" / "growth.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert list(dict.fromkeys(row["flag"] for row in rows)) == list(speed.GROWTH)
+    for flag, panel in speed.GROWTH.items():
+        values, windows = speed.growth_curve(rows, flag)
+        assert values == list(panel.updates) and len(values) >= 4
+        np.testing.assert_allclose(np.diff(np.log(values)), np.log(values[1] / values[0]))
+        assert all(len(seconds) >= 3 and min(seconds) > 0 for seconds in windows)
+        mine = {(row["contender"], row["per"]) for row in rows if row["flag"] == flag}
+        assert mine == {(panel.setting, panel.unit)}
+        assert hasattr(ALGOS[panel.setting.split("-")[0]].Args, flag)
+    speed.draw_growth(rows, tmp_path / "growth.png")
+    assert (tmp_path / "growth.png").stat().st_size > 10_000
 
 
 def test_variants_of_ours_have_a_contender():
