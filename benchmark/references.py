@@ -6,7 +6,7 @@
 
 Each peer gets a fresh venv with the version that benchmark/speed.py times. The scripts are
 benchmark/peers/learn_*.py; their results stand beside our rows in benchmark/results/, where
-report.py finds them. All of it takes about 40 minutes of one core.
+report.py finds them. All of it takes about half an hour of one core.
 """
 
 import os
@@ -24,11 +24,11 @@ from benchmark.speed import install
 
 # script, row of ours, what the peer's row ends with, seeds
 RUNS = (
-    ("learn_d3rlpy_crr", "crr__Pendulum-v1__random-100000__mean-binary", "d3rlpy", 2),
+    ("learn_d3rlpy_crr", "crr__Pendulum-v1__random-100000__mean-binary", "d3rlpy", 1),
     ("learn_d3rlpy_crr", "crr__Pendulum-v1__shipped__mean-binary", "d3rlpy", 2),
     ("learn_axiomrl", "awr__Pendulum-v1__shipped__default", "axiomrl", 2),
-    ("learn_axiomrl", "marwil__Pendulum-v1__shipped__default", "axiomrl", 2),
-    ("learn_imitation_gail", "gail__Pendulum-v1__Pendulum-v1-expert__default", "imitation", 2),
+    ("learn_axiomrl", "marwil__Pendulum-v1__shipped__default", "axiomrl", 1),
+    ("learn_imitation_gail", "gail__Pendulum-v1__Pendulum-v1-expert__default", "imitation", 1),
     ("learn_imitation_gail", "gail__CartPole-v1__CartPole-v1-expert__default", "imitation", 1),
     ("learn_tianshou_fqf", "fqf__CartPole-v1__none__default", "tianshou", 1),
     ("learn_sbx_sac", "rlpd__Pendulum-v1__shipped__sac", "sbx-sac", 2),
