@@ -44,7 +44,9 @@ NOTE = """\
 Made by `python benchmark/report.py`. Returns are means over the evaluation episodes. IQM is the
 interquartile mean over seeds; in brackets stand 95 % bootstrap intervals. *Last* is the policy at
 the end of training; *best* is the highest evaluation of each run, which flatters. *BC* is the last
-IQM of behaviour cloning on the same data."""
+IQM of behaviour cloning on the same data. A variant that is named after a library (axiomrl, d3rlpy,
+imitation, sbx, tianshou; `ppo` and `dqn` are of Stable-Baselines3) is its own code with the same
+data and budget; its script in `benchmark/peers/` says what else is the same and what is not."""
 
 MAIN_VARIANT = {"crr": "mean-binary"}  # of each algorithm, beside the others; else "default"
 CLONES = ("marwil", "crr")  # whose behaviour cloning stands beside them all: the first there is
@@ -67,11 +69,43 @@ OVERVIEW = {
     "dreamer": ("PixelCatch-v0", "none"),
 }
 
+# The lines of the table at the top of the README: of each algorithm a task on which somebody else's
+# code was measured, too, which of its variants that are, and what the paper reports. No paper has
+# one of these tasks: a figure of another one says its task, and stands here only if it was checked.
+NO_FIGURE = "no figure for this task"
+GLANCE = {
+    "awr": (("Pendulum-v1", "shipped"), ("axiomrl",), NO_FIGURE),
+    "marwil": (("Pendulum-v1", "shipped"), ("axiomrl",), NO_FIGURE),
+    "crr": (("Pendulum-v1", "random-100000"), ("d3rlpy",), NO_FIGURE),
+    "rlpd": (
+        ("Pendulum-v1", "shipped"),
+        ("sbx-sac", "sbx-sac-data-in-buffer"),
+        "its own benchmarks: 2.5 x earlier methods (abstract)",
+    ),
+    "mbpo": (
+        ("Pendulum-v1", "none"),
+        ("sbx-sac", "sbx-sac-10-updates"),
+        "Hopper: about 3,000 after 60,000 to 80,000 steps",
+    ),
+    "fqf": (("CartPole-v1", "none"), ("tianshou",), NO_FIGURE),
+    "gail": (("Pendulum-v1", "Pendulum-v1-expert"), ("imitation",), NO_FIGURE),
+    "dreamer": (("MinAtar-Breakout-v1", "none"), ("ppo", "dqn"), NO_FIGURE),
+}
+GLANCE_HEADER = (
+    "| algorithm | task | random policy | behaviour policy | BC "
+    "| ours: IQM [95 % interval] (seeds) | a reference: IQM (seeds) | the paper | command |"
+)
+GLANCE_NOTE = """\
+Made by `python benchmark/report.py` from the last evaluation of every run. A reference had the same
+data and budget and was not tuned (`python benchmark/references.py`); `ppo` and `dqn` had the same
+pixels and eight and nine minutes of one core, which is many more steps in a third of the time
+(`benchmark/peers/sb3_pixels.py`)."""
+
 
 @dataclass
 class Options:
     results: Path = ROOT / "benchmark" / "results"  # folders <row>/<seed>/metrics.csv
-    readme: Path = ROOT / "README.md"  # the file with the two results markers
+    readme: Path = ROOT / "README.md"  # the file with the markers of results and of glance
     figures: Path = ROOT / "benchmark" / "results"  # where the PNGs go
     check: bool = False  # write nothing, exit with 1 if the README or the page is out of date
     page: Path = ROOT / "benchmark" / "results" / "index.html"  # all results, to be hovered
@@ -313,6 +347,26 @@ def table(results: Results, group: tuple[str, ...]) -> str:
     return "\n".join(lines)
 
 
+def glance(results: Results) -> str:
+    """One line per algorithm, on top of the README."""
+    lines = [GLANCE_HEADER, "| :-- | :-- |" + " --: |" * 5 + " :-- | :-- |"]
+    for algo, (task, others, paper) in GLANCE.items():
+        group, variant = (algo, *task), main_variant(algo)
+        variants = group_of(results, group)
+        if variant not in variants:
+            continue
+        runs = variants[variant]
+        cells = [algo, title(task), *map(number, references(results, group).values())]
+        cells.append(f"{in_brackets(*estimate(last_and_best(runs)[0], iqm))} ({len(runs)})")
+        measured = {name: variants[name] for name in others if name in variants}
+        scores = {name: iqm(last_and_best(theirs)[0]).item() for name, theirs in measured.items()}
+        peers = [f"{name}: {number(scores[name])} ({len(measured[name])})" for name in measured]
+        row = "__".join((*group, variant))
+        command = f"`python benchmark/run.py --only {row} --seeds {len(runs)}`"
+        lines.append(f"| {' | '.join([*cells, '; '.join(peers) or '-', paper, command])} |")
+    return "\n\n".join(["\n".join(lines), GLANCE_NOTE])
+
+
 def figure(results: Results, group: tuple[str, ...], path: Path) -> None:
     from matplotlib.figure import Figure  # slow to import; without pyplot it always draws with Agg
 
@@ -515,6 +569,7 @@ def main(options: Options) -> int:
         text = section(results, figures, options.readme)
         old = options.readme.read_bytes()
         new = replace_section(old, text, "results")
+        new = replace_section(new, glance(results), "glance")
         new_page = page(measured)
         if options.check:
             old_page = options.page.read_bytes() if options.page.exists() else None

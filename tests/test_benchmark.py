@@ -29,7 +29,17 @@ from conftest import (
 )
 
 import common
-from benchmark import fqf_fractions, model_error, report, run, speed, time_per_step, weights
+from benchmark import (
+    fqf_fractions,
+    model_error,
+    references,
+    report,
+    run,
+    speed,
+    time_per_step,
+    weights,
+)
+from benchmark.peers import learning
 
 sys.path.insert(0, str(ROOT / "benchmark" / "data"))
 import make
@@ -503,6 +513,57 @@ def test_every_peer_has_a_script_and_a_package():
     for script in (script for scripts in speed.PEERS.values() for script in scripts):
         assert script.split("_")[0] in speed.PACKAGES
         assert (ROOT / "benchmark" / "peers" / f"{script}.py").is_file()
+
+
+def test_every_reference_has_a_script_a_package_and_a_row_of_ours():
+    rows = {row.name for row in run.TABLE}
+    for script, row, variant, num_seeds in references.RUNS:
+        peer = script.split("_")[1]
+        assert peer in speed.PACKAGES and variant.split("-")[0] == peer and num_seeds > 0
+        text = (ROOT / "benchmark" / "peers" / f"{script}.py").read_text()
+        assert f'"{row}"' in text and row in rows
+        assert (ROOT / "benchmark" / "results" / row / "1" / "args.json").is_file()
+    measured = {f"{row.rpartition('__')[0]}__{variant}" for _, row, variant, _ in references.RUNS}
+    glance = {  # Dreamer's are Stable-Baselines3's, by a script of their own
+        "__".join((algo, *task, name))
+        for algo, (task, names, _) in report.GLANCE.items()
+        for name in names
+        if algo != "dreamer"
+    }
+    assert glance <= measured
+
+
+def test_a_reference_is_published_beside_our_row(tmp_path, monkeypatch):
+    """A peer that pushes as its random generator says: what it saw and what report.py reads."""
+    row = "crr__Pendulum-v1__random-100000__mean-binary"
+    command = ["learn", row, "--seed", "3", "--budget", "20", "--results", str(tmp_path)]
+    monkeypatch.setattr("sys.argv", command)
+    task = learning.Task("nobody", "numpy", (row,))
+    assert (task.env_id, task.eval_interval) == ("Pendulum-v1", 20)
+    assert task.args["eval_episodes"] == 50 and task.args["eval_seed"] == 10_000
+    assert task.action_space.high == 2
+
+    task.args |= {"dataset": "random:300", "eval_episodes": 2}
+    env = common.make_env("Pendulum-v1")
+    ours = common.load_dataset("random:300", env, seed=3, reward_scale=0.1)
+    assert task.load_dataset().fingerprint() == ours.fingerprint()
+
+    def policy(obs: np.ndarray) -> np.ndarray:
+        return np.random.uniform(-2, 2, (len(obs), 1)).astype(np.float32)
+
+    state = np.random.get_state()[1].copy()
+    task.start(policy, tau=0.5)
+    assert not list(tmp_path.iterdir())  # only a run that is done is published
+    assert (np.random.get_state()[1] == state).all()
+    task.evaluate(20)
+    expected = common.evaluate(policy, "Pendulum-v1", 2, 10_000).mean()
+    folder = tmp_path / "crr__Pendulum-v1__random-100000__nobody" / "3"
+    result = report.read_run(folder / "metrics.csv")
+    assert result.steps.tolist() == [0, 20] and result.behaviour is None
+    assert result.returns == pytest.approx([expected, expected], rel=1e-5)
+    args = json.loads((folder / "args.json").read_text())
+    assert (args["seed"], args["total_updates"], args["tau"]) == (3, 20, 0.5)
+    assert args["package"] == f"numpy=={np.__version__}"
 
 
 def test_published_weights(tmp_path):

@@ -14,7 +14,9 @@ from benchmark import report
 ROOT = Path(__file__).resolve().parents[1]
 GROUP = ("crr", "Env-v1", "shipped")
 MARKERS = (b"<!-- results:begin -->", b"<!-- results:end -->")
+GLANCE = (b"<!-- glance:begin -->", b"<!-- glance:end -->")
 BEFORE, AFTER = b"# caf\xe9\r\ntext \n\n", b"\r\nmore\t\n\n| a | 1.0 |"  # no UTF-8, mixed line ends
+BETWEEN = b"\r\n \nin between"
 
 
 def write_run(folder: Path, curve: dict[int, float], behaviour: float | None = None) -> None:
@@ -39,7 +41,8 @@ def options(tmp_path: Path) -> report.Options:
         curve = {0: 999, 500: best, 1000: last}
         write_run(results / "crr__Env-v1__shipped__mean-exp" / str(seed), curve, behaviour=12)
     write_run(results / "crr__Env-v1__shipped__bc" / "1", {0: 1, 500: 9, 1000: 7}, behaviour=22)
-    (tmp_path / "README.md").write_bytes(BEFORE + MARKERS[0] + b"old" + MARKERS[1] + AFTER)
+    sections = GLANCE[0] + b"old" + GLANCE[1] + BETWEEN + MARKERS[0] + b"old" + MARKERS[1]
+    (tmp_path / "README.md").write_bytes(BEFORE + sections + AFTER)
     docs = tmp_path / "docs"
     return report.Options(
         results, tmp_path / "README.md", docs / "figures", page=docs / "page" / "index.html"
@@ -376,16 +379,76 @@ def test_overview_shows_all_eight():
         assert ("random", task[0]) in results
 
 
+# ---- at a glance
+
+
+def test_glance_by_hand(tmp_path):
+    """Two algorithms with results: CRR with a reference of two seeds, MBPO with one of the two."""
+    write_run(tmp_path / "random__Pendulum-v1" / "1", {0: -1200})
+    crr, mbpo = "crr__Pendulum-v1__random-100000", "mbpo__Pendulum-v1__none"
+    for seed, last in ((1, -100), (2, -120), (3, -140), (4, -400)):
+        write_run(tmp_path / f"{crr}__mean-binary" / str(seed), {0: 9, 500: 8, 900: last}, -1300)
+    for seed, last in ((1, -150), (2, -170)):
+        write_run(tmp_path / f"{crr}__d3rlpy" / str(seed), {0: 9, 900: last})
+    write_run(tmp_path / f"{crr}__bc" / "1", {0: 9, 900: -1100})
+    write_run(tmp_path / f"{mbpo}__default" / "1", {0: 9, 900: -145.04})
+    write_run(tmp_path / f"{mbpo}__sbx-sac" / "1", {0: 9, 900: -960})
+    results = report.read_results(tmp_path)
+    text = report.glance(results)
+    head, _, *rows = cells(text.split("\n\n")[0])
+    assert [len(row) for row in (head, *rows)] == [9, 9, 9]
+    low, high = report.bootstrap_interval(np.array([[-100.0], [-120], [-140], [-400]]))
+    ours = f"-130.0 [{low:.1f}, {high:.1f}] (4)"  # (-120 - 140) / 2
+    assert rows[0] == [
+        "crr",
+        "Pendulum-v1, random-100000",
+        "-1200.0",
+        "-1300.0",  # a reference says nothing about the data
+        "-1100.0",
+        ours,
+        "d3rlpy: -160.0 (2)",  # (-150 - 170) / 2
+        "no figure for this task",
+        f"`python benchmark/run.py --only {crr}__mean-binary --seeds 4`",
+    ]
+    assert rows[1][:7] == [
+        "mbpo",
+        "Pendulum-v1",
+        "-1200.0",
+        "-",
+        "-",
+        "-145.0 (1)",
+        "sbx-sac: -960.0 (1)",
+    ]
+    assert rows[1][7].startswith("Hopper: about 3,000")
+    results.pop(("mbpo", "Pendulum-v1", "none", "sbx-sac"))
+    assert cells(report.glance(results).split("\n\n")[0])[3][6] == "-"
+
+
+def test_glance_has_a_line_of_each_algorithm_and_its_command_is_known():
+    results = report.read_results(ROOT / "benchmark" / "results")
+    rows = cells(report.glance(results).split("\n\n")[0])[2:]
+    assert [row[0] for row in rows] == [*report.OVERVIEW] == [*report.GLANCE]
+    names = [entry.name for entry in report.run.TABLE]
+    for row in rows:
+        only = row[8].split()[3]
+        assert [name for name in names if only in name] == [only]  # it runs this row alone
+        assert row[6] != "-" and row[7]
+
+
 # ---- the README
 
 
 def test_readme_outside_the_markers_is_untouched(options, capsys):
     assert report.main(options) == 0
     content = options.readme.read_bytes()
-    assert content.startswith(BEFORE + MARKERS[0]) and content.endswith(MARKERS[1] + AFTER)
-    inside = content[len(BEFORE + MARKERS[0]) : -len(MARKERS[1] + AFTER)].decode()
-    table = report.table(report.read_results(options.results), GROUP)
+    assert content.startswith(BEFORE + GLANCE[0]) and content.endswith(MARKERS[1] + AFTER)
+    glance, inside = content.split(GLANCE[1] + BETWEEN + MARKERS[0])
+    glance = glance.removeprefix(BEFORE + GLANCE[0]).decode()
+    inside = inside.removesuffix(MARKERS[1] + AFTER).decode()
+    results = report.read_results(options.results)
+    table = report.table(results, GROUP)
     assert "old" not in inside and f"\n\n{table}\n\n" in inside
+    assert glance == f"\n\n{report.glance(results)}\n\n"
     assert inside.strip() == capsys.readouterr().out.strip()
     assert report.main(options) == 0
     assert options.readme.read_bytes() == content
@@ -433,6 +496,14 @@ def test_bad_markers(options, capsys, content, check):
     assert not options.figures.exists()
 
 
+def test_the_glance_needs_its_markers_too(options, capsys):
+    content = options.readme.read_bytes().replace(GLANCE[1], b"")
+    options.readme.write_bytes(content)
+    assert report.main(options) == 2
+    assert "<!-- glance:begin --> and <!-- glance:end -->" in one_line_of(capsys)
+    assert options.readme.read_bytes() == content and not options.figures.exists()
+
+
 def test_missing_readme(options, capsys):
     options.readme.unlink()
     assert report.main(options) == 2
@@ -459,12 +530,14 @@ def test_check(options, capsys):
     assert report.main(options) == 0
     assert capsys.readouterr() == ("", "")
 
-    stale = current.replace(b"| 42.5 [", b"| 42.6 [")  # a number of the README
-    assert stale != current
-    options.readme.write_bytes(stale)
-    assert report.main(options) == 1
-    assert "README.md" in one_line_of(capsys)
-    assert options.readme.read_bytes() == stale
+    edits = ((b"| 42.5 [", b"| 42.6 ["), (GLANCE[1], b"| crr | 1.0 |" + GLANCE[1]))
+    for old, new in edits:  # a number of the README, a line of the table on top of it
+        stale = current.replace(old, new)
+        assert stale != current
+        options.readme.write_bytes(stale)
+        assert report.main(options) == 1
+        assert "README.md" in one_line_of(capsys)
+        assert options.readme.read_bytes() == stale
 
     options.readme.write_bytes(current)
     page = options.page.read_bytes()
