@@ -37,6 +37,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -477,7 +478,9 @@ def attend(run: Run, options: Options) -> int:
                 time.sleep(0.2)
         except KeyboardInterrupt:  # of ray.cancel
             run.process.terminate()
-            run.process.wait()
+            while run.process.poll() is None:  # it saves; a second cancel must not cut that short
+                with suppress(KeyboardInterrupt):
+                    time.sleep(0.2)
             raise
     return run.process.returncode
 
@@ -511,7 +514,9 @@ class RayTask:
     def wait(self) -> None:
         import ray
 
-        ray.wait([self.reference])
+        # a cancel can be lost: it may come while the worker is between two lines of Ray's own
+        while not ray.wait([self.reference], timeout=10)[0]:
+            self.terminate()
 
 
 def connect_to_ray(options: Options):
