@@ -363,7 +363,7 @@ def test_D1_an_episode_in_the_middle_is_like_one_at_the_start():
         torch.testing.assert_close(x[1, 2:], y[1], rtol=1e-5, atol=1e-6)
 
 
-def test_D1_acting_forgets_as_well(walk, spy):
+def test_D1_acting_forgets_as_well(walk):
     """An agent that has just been switched on remembers nothing; where an episode starts in a run,
     it remembers as little, h, z and action, and elsewhere all of what act() gave back."""
     for x, dim in zip(nano_networks()[0].rssm.initial(4), (6, 6, 3)):
