@@ -3,6 +3,8 @@ and on a page.
 
     python benchmark/report.py           print the tables, draw the figures, update README and page
     python benchmark/report.py --check   write nothing; exit code 1 if README or page is out of date
+    python benchmark/report.py --results runs/again     results that are not the published ones:
+                                                        all that is made of them goes there, too
 
 The page is one file that works without a network: curves to hover and filter, a table to sort, and
 the command of each row. Its HTML, style and script are benchmark/page.html.
@@ -34,7 +36,14 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from benchmark import run
 
+RESULTS = ROOT / "benchmark" / "results"
 PAGE = ROOT / "benchmark" / "page.html"  # the template
+EMPTY_README = b"""# Results
+
+<!-- glance:begin --><!-- glance:end -->
+
+<!-- results:begin --><!-- results:end -->
+"""
 NUM_RESAMPLES = 10_000
 HEADER = (
     "| variant | seeds | {unit} | random policy | behaviour policy | BC "
@@ -45,8 +54,9 @@ Made by `python benchmark/report.py`. Returns are means over the evaluation epis
 interquartile mean over seeds; in brackets stand 95 % bootstrap intervals. *Last* is the policy at
 the end of training; *best* is the highest evaluation of each run, which flatters. *BC* is the last
 IQM of behaviour cloning on the same data. A variant that is named after a library (axiomrl, d3rlpy,
-imitation, sbx, tianshou; `ppo` and `dqn` are of Stable-Baselines3) is its own code with the same
-data and budget; its script in `benchmark/peers/` says what else is the same and what is not."""
+imitation, mbrl, sbx, tianshou) is its own code with the same data and budget; its script in
+`benchmark/peers/` says what else is the same and what is not. `ppo` and `dqn`, of
+Stable-Baselines3, had Dreamer's pixels and half an hour of one core, which is many more steps."""
 
 MAIN_VARIANT = {"crr": "mean-binary"}  # of each algorithm, beside the others; else "default"
 CLONES = ("marwil", "crr")  # whose behaviour cloning stands beside them all: the first there is
@@ -71,12 +81,17 @@ OVERVIEW = {
 
 # The lines of the table at the top of the README: of each algorithm a task on which somebody else's
 # code was measured, too, which of its variants that are, and what the paper reports. No paper has
-# one of these tasks: a figure of another one says its task, and stands here only if it was checked.
-NO_FIGURE = "no figure for this task"
+# one of these tasks: a figure says its own, and stands here only if we read it in the authors' own
+# text.
+UNREAD = "no figure that we could check"
 GLANCE = {
-    "awr": (("Pendulum-v1", "shipped"), ("axiomrl",), NO_FIGURE),
-    "marwil": (("Pendulum-v1", "shipped"), ("axiomrl",), NO_FIGURE),
-    "crr": (("Pendulum-v1", "random-100000"), ("d3rlpy",), NO_FIGURE),
+    "awr": (
+        ("Pendulum-v1", "shipped"),
+        ("axiomrl",),
+        "HalfCheetah, online: 9,121 after 33 million steps (authors' log)",
+    ),
+    "marwil": (("Pendulum-v1", "shipped"), ("axiomrl",), UNREAD),
+    "crr": (("Pendulum-v1", "random-100000"), ("d3rlpy",), UNREAD),
     "rlpd": (
         ("Pendulum-v1", "shipped"),
         ("sbx-sac", "sbx-sac-data-in-buffer"),
@@ -84,31 +99,40 @@ GLANCE = {
     ),
     "mbpo": (
         ("Pendulum-v1", "none"),
-        ("sbx-sac", "sbx-sac-10-updates"),
-        "Hopper: about 3,000 after 60,000 to 80,000 steps",
+        ("mbrl", "sbx-sac", "sbx-sac-10-updates"),
+        "Ant: its 300,000 steps match 3 million of SAC (figure 2)",
     ),
-    "fqf": (("CartPole-v1", "none"), ("tianshou",), NO_FIGURE),
-    "gail": (("Pendulum-v1", "Pendulum-v1-expert"), ("imitation",), NO_FIGURE),
-    "dreamer": (("MinAtar-Breakout-v1", "none"), ("ppo", "dqn"), NO_FIGURE),
+    "fqf": (("CartPole-v1", "none"), ("tianshou",), UNREAD),
+    "gail": (
+        ("Pendulum-v1", "Pendulum-v1-expert"),
+        ("imitation",),
+        "Hopper, 4 trajectories of 50 steps: 3,614, expert 3,571, BC 51 (table 3)",
+    ),
+    "dreamer": (
+        ("MinAtar-Breakout-v1", "none"),
+        ("ppo", "dqn"),
+        "Atari 100k, 26 games: 125 % of a gamer on average, median 49 % (table 9)",
+    ),
 }
 GLANCE_HEADER = (
     "| algorithm | task | random policy | behaviour policy | BC "
     "| ours: IQM [95 % interval] (seeds) | a reference: IQM (seeds) | the paper | command |"
 )
 GLANCE_NOTE = """\
-Made by `python benchmark/report.py` from the last evaluation of every run. A reference had the same
-data and budget and was not tuned (`python benchmark/references.py`); `ppo` and `dqn` had the same
-pixels and eight and nine minutes of one core, which is many more steps in a third of the time
-(`benchmark/peers/sb3_pixels.py`)."""
+Made by `python benchmark/report.py` from the last evaluation of every run. The command makes a row
+again, beside what is published; `python benchmark/report.py --results runs/again` then shows it. A
+reference had the same data and budget and was not tuned (`python benchmark/references.py`). RLPD's
+is SAC, without the data and with them; Dreamer's are no Dreamers: `ppo` and `dqn` had the same
+pixels and half an hour of one core, which is many more steps (`benchmark/peers/sb3_pixels.py`)."""
 
 
 @dataclass
 class Options:
-    results: Path = ROOT / "benchmark" / "results"  # folders <row>/<seed>/metrics.csv
-    readme: Path = ROOT / "README.md"  # the file with the markers of results and of glance
-    figures: Path = ROOT / "benchmark" / "results"  # where the PNGs go
+    results: Path = RESULTS  # folders <row>/<seed>/metrics.csv
+    readme: Path | None = None  # with the markers of results and of glance [ours; else in results]
+    figures: Path | None = None  # where the PNGs go [results]
+    page: Path | None = None  # all results, to be hovered [index.html in results]
     check: bool = False  # write nothing, exit with 1 if the README or the page is out of date
-    page: Path = ROOT / "benchmark" / "results" / "index.html"  # all results, to be hovered
 
 
 @dataclass
@@ -362,7 +386,7 @@ def glance(results: Results) -> str:
         scores = {name: iqm(last_and_best(theirs)[0]).item() for name, theirs in measured.items()}
         peers = [f"{name}: {number(scores[name])} ({len(measured[name])})" for name in measured]
         row = "__".join((*group, variant))
-        command = f"`python benchmark/run.py --only {row} --seeds {len(runs)}`"
+        command = f"`python benchmark/run.py --only {row} --seeds {len(runs)} --results runs/again`"
         lines.append(f"| {' | '.join([*cells, '; '.join(peers) or '-', paper, command])} |")
     return "\n\n".join(["\n".join(lines), GLANCE_NOTE])
 
@@ -561,33 +585,38 @@ def write(path: Path, content: bytes) -> None:
 
 
 def main(options: Options) -> int:
+    are_published = options.results == RESULTS
+    readme = options.readme or (ROOT if are_published else options.results) / "README.md"
+    figures = options.figures or options.results
+    page_file = options.page or options.results / "index.html"
     try:
         measured = read_results(options.results)
         results = measured | side_by_side(measured)
-        groups = groups_of(results)
-        figures = {group: options.figures / f"{'__'.join(group)}.png" for group in groups}
-        text = section(results, figures, options.readme)
-        old = options.readme.read_bytes()
+        paths = {group: figures / f"{'__'.join(group)}.png" for group in groups_of(results)}
+        text = section(results, paths, readme)
+        is_known = options.readme or are_published
+        old = readme.read_bytes() if is_known else EMPTY_README
         new = replace_section(old, text, "results")
         new = replace_section(new, glance(results), "glance")
         new_page = page(measured)
         if options.check:
-            old_page = options.page.read_bytes() if options.page.exists() else None
-            stale = [options.readme] * (new != old) + [options.page] * (new_page != old_page)
+            old_page = page_file.read_bytes() if page_file.exists() else None
+            stale = [readme] * (new != old) + [page_file] * (new_page != old_page)
             for path in stale:
                 message = f"{path} is out of date: run python benchmark/report.py"
                 print(f"report: {message}", file=sys.stderr)
             return 1 if stale else 0
-        for group, path in figures.items():
+        for group, path in paths.items():
             figure(results, group, path)
-        overview(results, options.figures / "overview.png")
-        options.page.parent.mkdir(parents=True, exist_ok=True)
-        write(options.page, new_page)
-        write(options.readme, new)
+        overview(results, figures / "overview.png")
+        page_file.parent.mkdir(parents=True, exist_ok=True)
+        write(page_file, new_page)
+        write(readme, new)
     except (ReportError, OSError) as error:
         print(f"report: {error}", file=sys.stderr)
         return 2
     print(text)
+    print(f"\nwritten: {os.path.relpath(readme)}, {os.path.relpath(page_file)}")
     return 0
 
 

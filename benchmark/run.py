@@ -1,6 +1,7 @@
 """Run the benchmark: every row of TABLE, for several seeds, several runs at once.
 
-    python benchmark/run.py                       everything that is not done yet
+    python benchmark/run.py                       every run that is not in benchmark/results/ yet
+    python benchmark/run.py --results runs/again  every run, also those that are published there
     python benchmark/run.py --only crr --seeds 2  rows whose name contains "crr", two seeds each
     python benchmark/run.py --quick               every row for a few updates: does it still work?
     python benchmark/run.py --list                the rows and what they cost; runs nothing
@@ -12,8 +13,11 @@ where they come from.
 A run is a subprocess of the plain script. One that is done is skipped, one that was interrupted
 goes on from its checkpoint, one that fails or is killed is reported with its last lines while the
 others go on (the exit code is then 1, and the same command tries it again). Runs live in
-runs/benchmark/<row>/<seed>/. When one is done, its evaluations are copied to
-benchmark/results/<row>/<seed>/, small and committed, for report.py.
+runs/benchmark/<row>/<seed>/, which two runners never share. When one is done, its evaluations are
+copied to benchmark/results/<row>/<seed>/, small and committed, for report.py. With one thread each,
+as the published ones had, they end in the same bits on the same kind of machine.
+
+Linux or macOS.
 
 On a SLURM cluster, one array job does the same, one task per seed:
     sbatch --array=1-5 --wrap 'python benchmark/run.py --jobs 1 --seed $SLURM_ARRAY_TASK_ID'
@@ -29,6 +33,7 @@ end in the same bits.
 """
 
 import csv
+import fcntl
 import json
 import os
 import shutil
@@ -41,6 +46,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TextIO
 
 import tyro
 
@@ -336,11 +342,11 @@ class Options:
     seeds: int = 5  # seeds 1..N of every row
     seed: int | None = None  # this seed alone
     jobs: int = 2  # runs at once, on this machine
-    threads: int | None = None  # of each run; without it: cores / jobs, or 1 with --ray
+    threads: int = 1  # of each run
     ray: str = ""  # auto: the Ray cluster that runs here | HOST:PORT: of one | local: start one
     list: bool = False  # print the rows and what they cost, and run nothing
     quick: bool = False  # a few updates of every row, one seed, kept out of the results
-    results: Path = ROOT / "benchmark" / "results"  # where finished runs are copied to
+    results: Path = ROOT / "benchmark" / "results"  # where finished runs are copied to; done: there
     runs: Path = ROOT / "runs" / "benchmark"  # where runs live
 
 
@@ -351,31 +357,49 @@ class Run:
     run_dir: Path
     result_dir: Path
     process: "subprocess.Popen | RayTask | None" = None
+    held_lock: TextIO | None = None
 
     @property
-    def lock(self) -> Path:  # of Ray's workers, beside the folder: start() may clear that
+    def lock(self) -> Path:  # beside the folder: start() may clear that
         return Path(f"{self.run_dir}.lock")
 
-    def command(self, options: Options) -> list[str]:
-        script = [sys.executable, str(ROOT / "algos" / f"{self.row.algo}.py"), "--quiet"]
-        if (self.run_dir / "checkpoint.pt").exists():
-            return [*script, "--resume", os.path.relpath(self.run_dir, ROOT)]
-        threads = options.threads or max(1, (os.cpu_count() or 1) // options.jobs)
+    def flags(self, options: Options) -> list[str]:
+        """All that decides what the run learns."""
         quick = QUICK_ONLINE if self.row.algo in ONLINE else QUICK_OFFLINE
         quick = {"gail": QUICK_GAIL, "dreamer": QUICK_DREAMER}.get(self.row.algo, quick)
         flags = [*self.row.arguments, *(quick.split() if options.quick else [])]
-        place = ["--seed", str(self.seed), "--run-dir", os.path.relpath(self.run_dir, ROOT)]
-        return [*script, *flags, *place, "--torch-threads", str(threads)]
+        return [*flags, "--seed", str(self.seed)]
 
-    def start(self, options: Options, inherit: tuple[int, ...] = ()) -> None:
+    def command(self, options: Options) -> list[str]:
+        script = [sys.executable, str(ROOT / "algos" / f"{self.row.algo}.py"), "--quiet"]
+        run_dir = os.path.relpath(self.run_dir, ROOT)
+        if (self.run_dir / "checkpoint.pt").exists():
+            return [*script, "--resume", run_dir]
+        place = ["--run-dir", run_dir, "--torch-threads", str(options.threads)]
+        return [*script, *self.flags(options), *place]
+
+    def has_other_flags(self, options: Options) -> bool:
+        """The row was changed since its checkpoint: it must not go on under the row's name."""
+        file = self.run_dir / "flags.txt"
+        is_begun = file.exists() and (self.run_dir / "checkpoint.pt").exists()
+        return is_begun and file.read_text().split() != self.flags(options)
+
+    def hold(self, wait: bool) -> None:
+        """Keep others out of the folder: another runner, or what a dead node left behind. The
+        run's process inherits the lock, and it ends with the process."""
+        self.run_dir.parent.mkdir(parents=True, exist_ok=True)
+        self.held_lock = open(self.lock, "a")  # noqa: SIM115 (start closes it)
+        fcntl.flock(self.held_lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+
+    def start(self, options: Options) -> None:
         if not (self.run_dir / "checkpoint.pt").exists():  # killed before its first one: anew
             shutil.rmtree(self.run_dir, ignore_errors=True)
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        with open(self.run_dir / "output.txt", "w") as log:
-            command = [sys.executable, "-c", DIE_WITH_PARENT, str(os.getpid())]
-            command += self.command(options)
+        (self.run_dir / "flags.txt").write_text(" ".join(self.flags(options)))
+        command = [sys.executable, "-c", DIE_WITH_PARENT, str(os.getpid()), *self.command(options)]
+        with open(self.run_dir / "output.txt", "w") as log, self.held_lock as lock:
             self.process = subprocess.Popen(
-                command, cwd=ROOT, stdout=log, stderr=log, pass_fds=inherit
+                command, cwd=ROOT, stdout=log, stderr=log, pass_fds=[lock.fileno()]
             )
 
     def is_finished(self) -> bool:
@@ -384,10 +408,18 @@ class Run:
             return False
         args = json.loads((self.run_dir / "args.json").read_text())
         rows = evaluations(self.run_dir / "metrics.csv")
-        steps = [int(row["step"]) for row in rows if row["key"].startswith("eval/")]
+        steps = [int(row["step"]) for row in rows if row["key"] == "eval/return_max"]  # its last
         return max(steps, default=0) >= args.get("total_updates", args.get("total_timesteps"))
 
-    def publish(self) -> None:
+    def publish(self) -> list[str]:
+        """-> what is to be told if that fails"""
+        try:
+            self.copy_results()
+        except OSError as error:
+            return [f"it is done, but was not published: {error}"]
+        return []
+
+    def copy_results(self) -> None:
         self.result_dir.mkdir(parents=True, exist_ok=True)
         shutil.copy(self.run_dir / "args.json", self.result_dir)
         dreams = sorted(self.run_dir.glob("dreams/*.png"))  # Dreamer's, one per evaluation
@@ -400,11 +432,7 @@ class Run:
         """Publish it. If it failed, or that fails: what is to be told about it."""
         code, output = self.process.returncode, self.run_dir / "output.txt"
         if code == 0:
-            try:
-                self.publish()
-            except OSError as error:
-                return [f"it is done, but was not published: {error}"]
-            return []
+            return self.publish()
         lines = output.read_text().splitlines()[-5:] if output.exists() else []
         return [
             *lines,
@@ -419,18 +447,19 @@ PUBLISHED += ("stats/fraction_entropy",)
 def evaluations(path: Path) -> list[dict[str, str]]:
     """The rows of a metrics.csv that a report or a figure needs: returns, what the data was worth,
     and how well a model predicts."""
-    with open(path, newline="") as file:
-        rows = list(csv.DictReader(file))
-    return [row for row in rows if row["key"].startswith(PUBLISHED)]
+    lines = path.read_text().splitlines(keepends=True)
+    complete = [line for line in lines if line.endswith("\n")]  # a full disk tears the last one
+    return [row for row in csv.DictReader(complete) if row["key"].startswith(PUBLISHED)]
 
 
 def write_metrics(folder: Path, rows: list[dict]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "metrics.csv.tmp", "w", newline="") as file:
+    temporary = folder / f"metrics.csv.{os.getpid()}.tmp"  # two runners may write the random policy
+    with open(temporary, "w", newline="") as file:
         writer = csv.DictWriter(file, ["step", "seconds", "key", "value"])
         writer.writeheader()
         writer.writerows(rows)
-    (folder / "metrics.csv.tmp").rename(folder / "metrics.csv")
+    temporary.replace(folder / "metrics.csv")
 
 
 def evaluate_random_policy(env_id: str, results: Path) -> None:
@@ -459,29 +488,22 @@ def evaluate_random_policy(env_id: str, results: Path) -> None:
 
 
 def attend(run: Run, options: Options) -> int:
-    """What a Ray worker does: one run, from its start or its checkpoint to its end.
-
-    When a node dies, Ray starts the run elsewhere at once, while what it left behind may live for
-    another second. So each holds a lock, which its process inherits and which ends with it.
-    """
-    import fcntl  # there is none on Windows
-
+    """What a Ray worker does: one run, from its start or its checkpoint to its end."""
     if not run.lock.exists():  # the driver made it
         raise OSError(f"{socket.gethostname()} has no {run.lock}: all nodes must share that folder")
-    with open(run.lock, "r+") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if run.is_finished():  # but the worker died before it could tell
-            return 0
-        run.start(options, inherit=(lock.fileno(),))
-        try:
-            while run.process.poll() is None:  # Ray cannot interrupt wait()
+    run.hold(wait=True)  # when a node dies, what it left behind may live for another second
+    if run.is_finished():  # but the worker died before it could tell
+        return 0
+    run.start(options)
+    try:
+        while run.process.poll() is None:  # Ray cannot interrupt wait()
+            time.sleep(0.2)
+    except KeyboardInterrupt:  # of ray.cancel
+        run.process.terminate()
+        while run.process.poll() is None:  # it saves; a second cancel must not cut that short
+            with suppress(KeyboardInterrupt):
                 time.sleep(0.2)
-        except KeyboardInterrupt:  # of ray.cancel
-            run.process.terminate()
-            while run.process.poll() is None:  # it saves; a second cancel must not cut that short
-                with suppress(KeyboardInterrupt):
-                    time.sleep(0.2)
-            raise
+        raise
     return run.process.returncode
 
 
@@ -529,7 +551,6 @@ def connect_to_ray(options: Options):
         host, _, port = options.ray.rpartition(":")
         socket.create_connection((host, port), timeout=10).close()
     ray.init(options.ray, **quiet)
-    options.threads = options.threads or 1
     num_nodes = sum(node["Alive"] for node in ray.nodes())
     print(f"Ray: nodes: {num_nodes}, cores: {ray.cluster_resources().get('CPU', 0):.0f}")
     # what fails by itself would fail again; but dead workers and nodes are Ray's to replace, unless
@@ -555,8 +576,19 @@ def clock(seconds: float) -> str:
     return f"{int(seconds) // 3600}:{int(seconds) // 60 % 60:02}:{int(seconds) % 60:02}"
 
 
+def check_options(options: Options, rows: list[Row]) -> str:
+    """-> what is wrong with them"""
+    for name in ("seeds", "jobs", "threads"):
+        if getattr(options, name) < 1:
+            return f"--{name} must be at least 1, got {getattr(options, name)}"
+    return "" if rows else f"no row's name contains {options.only!r}: --list shows them"
+
+
 def main(options: Options) -> int:
     rows = [row for row in TABLE if options.only in row.name]
+    if problem := check_options(options, rows):
+        print(f"run.py: {problem}", file=sys.stderr)
+        return 2
     for file in sorted({row.dataset for row in rows if row.dataset.endswith(".npz")}):
         if not (ROOT / file).exists():
             print(f"{file} is not there: its rows are left out")
@@ -595,31 +627,40 @@ def main(options: Options) -> int:
     handlers = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     running: list[Run] = []
     failed: list[Run] = []
-    num_waiting, start, num_done = len(waiting), time.time(), 0
+    num_waiting, num_ended, start, minutes_done = len(waiting), 0, time.time(), 0.0
     try:
         while waiting or running:
+            ended: list[tuple[Run, list[str]]] = []  # with what is to be told of each
             while waiting and (options.ray or len(running) < options.jobs):  # Ray has a queue
                 run = waiting.pop(0)
-                if run.is_finished():  # it ended, but we were killed before it was copied
-                    run.publish()
-                    num_done += 1
-                    continue
-                if options.ray:
+                if run.has_other_flags(options):
+                    folder = os.path.relpath(run.run_dir)
+                    ended.append((run, [f"{folder} has other flags: delete it to start anew"]))
+                elif run.is_finished():  # it ended, but we were killed before it was copied
+                    ended.append((run, run.publish()))
+                elif options.ray:
                     run.process = RayTask(run, options, remote_attend)
+                    running.append(run)
                 else:
+                    try:
+                        run.hold(wait=False)
+                    except BlockingIOError:
+                        ended.append((run, ["another runner is at it"]))
+                        continue
                     run.start(options)
-                running.append(run)
+                    running.append(run)
             for run in [run for run in running if run.process.poll() is not None]:
                 running.remove(run)
-                num_done += 1
-                eta = (time.time() - start) / num_done * (num_waiting - num_done)
-                status = (
-                    f"[{num_done}/{num_waiting}, ETA {clock(eta)}] {run.row.name} seed {run.seed}"
-                )
-                problem = run.end()
+                minutes_done += run.row.minutes
+                ended.append((run, run.end()))
+            for run, problem in ended:
+                num_ended += 1
+                minutes_left = sum(run.row.minutes for run in [*waiting, *running])
+                eta = (time.time() - start) * minutes_left / (minutes_done or 1)
                 failed += [run] if problem else []
+                status = f"[{num_ended}/{num_waiting}, ETA {clock(eta)}] {run.row.name}"
                 ending = "FAILED" if problem else "done"
-                print(f"{status}: {ending}", *problem, sep="\n    ", flush=True)
+                print(f"{status} seed {run.seed}: {ending}", *problem, sep="\n    ", flush=True)
             time.sleep(0.2)
     except (KeyboardInterrupt, OSError) as reason:  # the latter if no run can be started
         for run in running:  # each saves a checkpoint on its way out
@@ -636,6 +677,9 @@ def main(options: Options) -> int:
     if failed:
         print(f"{len(failed)} failed:", *[f"{run.row.name} seed {run.seed}" for run in failed])
         print("the same command tries them again, from their checkpoints if they have one")
+    if options.quick:
+        folder = os.path.relpath(options.results)
+        print(f"python benchmark/report.py --results {folder}   shows what came of them")
     return 1 if failed else 0
 
 

@@ -1,19 +1,22 @@
 """How fast is an update? Ours, the peers' and the limit, measured side by side.
 
-    python benchmark/speed.py                    ours against the limit
-    python benchmark/speed.py --peers            and against other libraries, each in a fresh venv
-    python benchmark/speed.py --only awr         one algorithm; the figures of the others stay
+    python benchmark/speed.py --peers            ours, the limit, other libraries in fresh venvs
+    python benchmark/speed.py --peers --only awr one algorithm; the figures of the others stay
+    python benchmark/speed.py --only awr         ours against the limit; printed, not written
     python benchmark/speed.py --only start       none of them: what a start and large data cost
     python benchmark/speed.py --growth           how the cost grows with five flags (4 minutes)
+    python benchmark/speed.py --check            exit code 1 if the README has other figures
 
 Machines are noisy, so that only ratios within one run mean something: the contenders take turns,
 round after round, each in a process of its own, several windows each. Printed are updates per
 CPU-second at one thread and per second of wall-clock at two, the median over all windows with
-their range, and the ratio of the medians. The limit is what the matrix products of the same
-networks cost, forward, backward and Adam, without anything else (benchmark/peers/limit.py).
+their range, and the ratio to ours in the same round, the median over rounds with its range. The
+limit is what the matrix products of the same networks cost, forward, backward and Adam, without
+anything else (benchmark/peers/limit.py).
 
 Also: how long --help and the first update take, and what a dataset of a million transitions costs.
-The windows go to benchmark/results/speed.csv, the tables between the speed markers of the README.
+The windows go to benchmark/results/speed.csv and start.csv, the tables between the speed markers of
+the README.
 
 --growth times our scripts alone, at one thread, while one flag goes up and all others stay: the
 windows go to results/growth.csv, their medians, on two logarithmic axes, to results/growth.png. A
@@ -21,6 +24,7 @@ cost that is proportional to the flag has slope 1 there, and one that does not d
 """
 
 import csv
+import io
 import json
 import math
 import os
@@ -52,7 +56,9 @@ PACKAGES = {
     "sheeprl": "sheeprl==0.8.4",
     "imitation": "imitation==1.0.1",  # brings Stable-Baselines3 2.2.1 and Gymnasium 0.29.1
 }
-NEWER = {"mbrl": "hydra-core==1.3.2 omegaconf==2.3.0"}  # it pins some that break on Python 3.11
+NEWER = {  # mbrl pins some that break on Python 3.11 or NumPy 2
+    "mbrl": "hydra-core==1.3.2 omegaconf==2.3.0 gymnasium==1.1.1"
+}
 PEERS = {  # of each algorithm: scripts in benchmark/peers/, named after a package of above
     "awr": ("axiomrl_awr",),
     "marwil": ("axiomrl_marwil", "rllib_marwil"),
@@ -81,7 +87,7 @@ VARIANTS = {  # of ours
     algo: {"ours, --compile": "compile", "ours, a loop over the critics": "loop"}
     for algo in ("rlpd", "sac")
 }
-COMPILED = ("awr", "marwil", "crr", "mbpo-sac", "fqf", "gail-loop", "dreamer")
+COMPILED = ("awr", "marwil", "crr", "mbpo-sac", "fqf", "fqf-atari", "gail-loop", "dreamer")
 VARIANTS |= {algo: {"ours, --compile": "compile"} for algo in COMPILED}
 VARIANTS |= {"fqf-tree": {"a plain Python tree": "python"}}
 VARIANTS["gail-loop"] |= {"ours, --gradient-penalty 0": "no-penalty"}  # the peers have none
@@ -110,6 +116,9 @@ START = {  # flags with which the first update comes at once; GAIL's comes after
     "dreamer": "--learning-starts 128",  # a sequence of each environment
 }
 NUM_STARTS = 3  # of each
+START_COLUMNS = ("help_cpu", "cpu", "seconds", "peak_mb")  # of start.csv, what measure_start gives
+LARGE_ROWS, LARGE_OBS, LARGE_ACTIONS = 1_000_000, 17, 6  # a dataset of HalfCheetah's size
+LARGE_MB = LARGE_ROWS * (4 * (2 * LARGE_OBS + LARGE_ACTIONS + 1) + 2) / 2**20  # floats, two flags
 
 
 @dataclass
@@ -149,26 +158,28 @@ GROWTH = {
 
 @dataclass
 class Options:
-    only: str = ""  # one algorithm, or one of its pieces [all]
+    only: str = ""  # one algorithm, or one of its pieces, or "start" [all]
     peers: bool = False  # also time other libraries; installs each into a venv of its own
     venvs: Path | None = None  # keep those venvs here [a temporary folder]
     rounds: int = 2  # turns of every contender
     windows: int = 2  # windows per turn
     growth: bool = False  # instead: how the cost of an update of ours grows
+    check: bool = False  # instead: compare the README with the CSVs
     readme: Path = ROOT / "README.md"  # the file with the two speed markers
-    results: Path = ROOT / "benchmark" / "results"  # where speed.csv, growth.csv and growth.png go
+    results: Path = ROOT / "benchmark" / "results"  # where CSVs and growth.png go
 
 
 def install(peer: str, folder: Path) -> str:
     """-> the Python of a venv with that package"""
-    python = folder / peer / "bin" / "python"
-    if not python.exists():
+    python, is_complete = folder / peer / "bin" / "python", folder / peer / "installed"
+    if not is_complete.exists():
         print(f"installing {PACKAGES[peer]} ...", flush=True)
         subprocess.run([sys.executable, "-m", "venv", folder / peer], check=True)
         stages = [[TORCH], [TORCH, *PACKAGES[peer].split()]]  # first: pip must not pick another
         stages += [NEWER[peer].split()] if peer in NEWER else []
         for packages in stages:
             subprocess.run([python, "-m", "pip", "install", "-q", *packages], check=True)
+        is_complete.touch()
     return str(python)
 
 
@@ -234,18 +245,25 @@ def speed_table(algo: str, rows: list[dict]) -> str:
         " | per second, 2 threads | x ours | MB |",
         "| :-- | --: | --: | --: | --: | --: |",
     ]
-    rates = {}
+    rates: dict[tuple, list[float]] = {}  # contender, threads, and the turn or None for all of them
     for row in rows:
-        unit = "cpu" if int(row["threads"]) == 1 else "wall"
-        key = row["contender"], int(row["threads"])
-        rates.setdefault(key, []).append(1 / float(row[unit]))
+        threads = int(row["threads"])
+        value = 1 / float(row["cpu" if threads == 1 else "wall"])
+        for turn in (None, row["turn"]):
+            rates.setdefault((row["contender"], threads, turn), []).append(value)
+    medians = {key: statistics.median(values) for key, values in rates.items()}
+    turns = dict.fromkeys(row["turn"] for row in rows)
     for name in dict.fromkeys(row["contender"] for row in rows):
         cells = [name]
         for threads in (1, 2):
-            mine, ours = rates[name, threads], statistics.median(rates["ours", threads])
-            median = statistics.median(mine)
-            cells.append(f"{rate(median)} [{rate(min(mine))}, {rate(max(mine))}]")
-            cells.append(f"{median / ours:.2f}")
+            windows = rates[name, threads, None]
+            median = rate(medians[name, threads, None])
+            cells.append(f"{median} [{rate(min(windows))}, {rate(max(windows))}]")
+            ratios = [
+                medians[name, threads, turn] / medians["ours", threads, turn] for turn in turns
+            ]
+            spread = f" [{min(ratios):.2f}, {max(ratios):.2f}]" if name != "ours" else ""
+            cells.append(f"{statistics.median(ratios):.2f}{spread}")
         peak = max(int(row["peak_mb"]) for row in rows if row["contender"] == name)
         lines.append(f"| {' | '.join([*cells, str(peak)])} |")
     return "\n".join(lines)
@@ -285,17 +303,41 @@ def measure_start(algo: str) -> tuple[float, float, float, float]:
     return help_seconds, cpu, first_update, peak_mb
 
 
-def start_table(starts: dict[str, list[tuple[float, ...]]]) -> str:
-    """Of each algorithm: what measure_start gave, several times."""
+def measure_starts() -> list[dict]:
+    """One row per start of each script, and one of the large dataset."""
+    rows = []
+    for turn in range(NUM_STARTS):
+        for algo in START:
+            values = zip(START_COLUMNS, measure_start(algo))
+            rows.append({"what": algo, "turn": turn} | {key: f"{x:.4g}" for key, x in values})
+            print(f"start of {algo}: {rows[-1]['seconds']} s", flush=True)
+    seconds, peak_mb = measure_large_dataset()
+    nothing = dict.fromkeys(START_COLUMNS, "")
+    measured = {"seconds": f"{seconds:.4g}", "peak_mb": f"{peak_mb:.4g}"}
+    return [*rows, {"what": "dataset", "turn": 0} | nothing | measured]
+
+
+def start_table(rows: list[dict]) -> str:
     lines = [
         "| script | `--help`: CPU-seconds | first update: CPU-seconds | seconds | MB | flags |",
         "| :-- | --: | --: | --: | --: | :-- |",
     ]
-    for algo, measured in starts.items():
-        help_seconds, cpu, first_update, peak_mb = map(statistics.median, zip(*measured))
-        numbers = f"{help_seconds:.2f} | {cpu:.1f} | {first_update:.1f} | {peak_mb:.0f}"
+    for algo in START:
+        starts = [row for row in rows if row["what"] == algo]
+        help_seconds, cpu, seconds, peak_mb = (
+            statistics.median(float(row[key]) for row in starts) for key in START_COLUMNS
+        )
+        numbers = f"{help_seconds:.2f} | {cpu:.1f} | {seconds:.1f} | {peak_mb:.0f}"
         flags = f"`{START[algo]}`" if START[algo] else "-"
         lines.append(f"| {algo}.py | {numbers} | {flags} |")
+    dataset = next(row for row in rows if row["what"] == "dataset")
+    seconds, peak_mb = float(dataset["seconds"]), float(dataset["peak_mb"])
+    lines += [
+        "",
+        f"A million transitions of HalfCheetah's size ({LARGE_MB:.0f} MB of arrays) load and"
+        f" validate in {seconds:.1f} s, with a peak of {peak_mb:.0f} MB, {peak_mb / LARGE_MB:.1f}"
+        " times the arrays.",
+    ]
     return "\n".join(lines)
 
 
@@ -313,28 +355,24 @@ print(time.perf_counter() - start, megabytes("VmHWM") - before)
 """
 
 
-def measure_large_dataset() -> str:
-    """A million transitions of HalfCheetah's size: 17 observations, 6 actions."""
-    rng, num_rows = np.random.default_rng(0), 1_000_000
-    obs = rng.standard_normal((num_rows + 1, 17), dtype=np.float32)
+def measure_large_dataset() -> tuple[float, float]:
+    """-> seconds and peak MB of reading and checking it"""
+    rng = np.random.default_rng(0)
+    obs = rng.standard_normal((LARGE_ROWS + 1, LARGE_OBS), dtype=np.float32)
     arrays = {
         "observations": obs[:-1],
-        "actions": rng.uniform(-1, 1, (num_rows, 6)).astype(np.float32),
-        "rewards": rng.standard_normal(num_rows, dtype=np.float32),
+        "actions": rng.uniform(-1, 1, (LARGE_ROWS, LARGE_ACTIONS)).astype(np.float32),
+        "rewards": rng.standard_normal(LARGE_ROWS, dtype=np.float32),
         "next_observations": obs[1:],
-        "terminations": np.zeros(num_rows, dtype=bool),
-        "truncations": np.arange(num_rows) % 1000 == 999,
+        "terminations": np.zeros(LARGE_ROWS, dtype=bool),
+        "truncations": np.arange(LARGE_ROWS) % 1000 == 999,
     }
-    size = sum(array.nbytes for array in arrays.values()) / 2**20
     with tempfile.TemporaryDirectory() as folder:
         np.savez(f"{folder}/large.npz", **arrays)
         command = [sys.executable, "-c", LOAD, str(ROOT), f"{folder}/large.npz"]
         result = subprocess.run(command, capture_output=True, text=True, check=True)
-    seconds, peak = map(float, result.stdout.split())
-    return (
-        f"A million transitions of HalfCheetah's size ({size:.0f} MB of arrays) load and validate"
-        f" in {seconds:.1f} s, with a peak of {peak:.0f} MB, {peak / size:.1f} times the arrays."
-    )
+    seconds, peak_mb = map(float, result.stdout.split())
+    return seconds, peak_mb
 
 
 def measure_growth(options: Options) -> list[dict]:
@@ -420,41 +458,57 @@ def draw_growth(rows: list[dict], path: Path) -> None:
     canvas.savefig(path, metadata={"Software": None})
 
 
+def read_rows(path: Path) -> list[dict]:
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
 def write_rows(path: Path, rows: list[dict]) -> None:
-    with open(path, "w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0].keys())
-        writer.writeheader()
-        writer.writerows(rows)
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, rows[0].keys())
+    writer.writeheader()
+    writer.writerows(rows)
+    report.write(path, text.getvalue().encode())
 
 
-def main(options: Options) -> None:
+def section(results: Path) -> str:
+    """What stands between the markers of the README, from the CSVs alone."""
+    rows = read_rows(results / "speed.csv")
+    measured = {row["algo"] for row in rows}
+    tables = [speed_table(algo, rows) for algo in PEERS if algo in measured]
+    return "\n\n".join([*tables, start_table(read_rows(results / "start.csv"))])
+
+
+def main(options: Options) -> int:
     if options.growth:
         rows = measure_growth(options)
         write_rows(options.results / "growth.csv", rows)
         draw_growth(rows, options.results / "growth.png")
-        return
-    path, rows = options.results / "speed.csv", []
-    if path.exists():
-        with open(path, newline="") as file:
-            rows = list(csv.DictReader(file))
+        return 0
+    path = options.results / "speed.csv"
+    chosen = [] if options.check else [algo for algo in PEERS if algo.startswith(options.only)]
+    if not chosen and not options.check and options.only != "start":
+        print(f"speed: --only takes start, or one of {', '.join(PEERS)}", file=sys.stderr)
+        return 2
     with tempfile.TemporaryDirectory() as folder:
         venvs = (options.venvs or Path(folder)).resolve() if options.peers else None
-        for algo in [algo for algo in PEERS if algo.startswith(options.only)]:
-            commands = contenders(algo, venvs)
-            rows = [row for row in rows if row["algo"] != algo]
-            rows += measure_updates(algo, commands, options)
-    write_rows(path, rows)
-    tables = [speed_table(algo, rows) for algo in PEERS if algo in {row["algo"] for row in rows}]
-    starts = {algo: [] for algo in START}
-    for _ in range(NUM_STARTS):
-        for algo, measured in starts.items():
-            measured.append(measure_start(algo))
-            print(f"start of {algo}: {measured[-1][2]:.1f} s", flush=True)
-    text = "\n\n".join([*tables, start_table(starts), measure_large_dataset()])
-    print(text)
-    readme = report.replace_section(options.readme.read_bytes(), text, "speed")
-    report.write(options.readme, readme)
+        for algo in chosen:
+            rows = measure_updates(algo, contenders(algo, venvs), options)
+            print(speed_table(algo, rows))
+            if options.peers:  # at once: the next peer may fail to install
+                others = read_rows(path) if path.exists() else []
+                write_rows(path, [row for row in others if row["algo"] != algo] + rows)
+    if not options.check and options.only in ("", "start"):
+        write_rows(options.results / "start.csv", measure_starts())
+    old = options.readme.read_bytes()
+    new = report.replace_section(old, section(options.results), "speed")
+    if options.check:
+        if new != old:
+            print("speed: the README has other figures than the CSVs", file=sys.stderr)
+        return 0 if new == old else 1
+    report.write(options.readme, new)
+    return 0
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options, description=__doc__))
+    sys.exit(main(tyro.cli(Options, description=__doc__)))

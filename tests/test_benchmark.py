@@ -226,9 +226,9 @@ def test_a_full_disk_is_reported_and_leaves_the_checkpoint(cut_off, options, mon
     """A limit on the size of files stands for the disk: too small for a checkpoint of CRR."""
     run_dir, _ = cut_off
     checkpoint = (run_dir / "checkpoint.pt").read_bytes()
-    small = run.Row("awr", "Pendulum-v1", "random:300", "bc", f"{TINY} 20 --value-warmup 5", 0)
+    flags = f"{TINY} 20 --value-warmup 5 --eval-episodes 1"
+    small = run.Row("awr", "Pendulum-v1", "random:300", "bc", flags, 0)
     monkeypatch.setattr(run, "TABLE", [*run.TABLE, small])
-    monkeypatch.setattr(run, "EVALUATION", "--eval-episodes 1")
     start, (soft, hard) = run.Run.start, resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def start_without_room(self, options):
@@ -297,17 +297,131 @@ sys.path.insert(0, {str(ROOT)!r})
 from pathlib import PosixPath
 from benchmark import run
 from benchmark.run import Options, Row
-run.Run({row("long", 100_000)!r}, 1, {tmp_path!r}, {tmp_path!r}).start({options!r})
+entry = run.Run({row("long", 100_000)!r}, 1, {tmp_path!r} / "run", {tmp_path!r})
+entry.hold(wait=False)
+entry.start({options!r})
 input()
 """
     runner = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE)
     words = ("algos/crr.py", os.path.relpath(tmp_path, ROOT))
-    wait_until(lambda: (tmp_path / "metrics.csv").exists())
+    wait_until(lambda: (tmp_path / "run" / "metrics.csv").exists())
     (pid,) = processes(*words)
     os.kill(pid, signal.SIGSTOP)
     runner.kill()
     runner.wait()
     wait_until(lambda: pid not in processes(*words))
+
+
+def test_two_runners_do_not_share_a_folder(options, monkeypatch, capsys, tmp_path):
+    """The second one leaves the run alone, and does the other."""
+    monkeypatch.setattr(run, "EVALUATION", "")
+    monkeypatch.setattr(run, "TABLE", [row("busy", 20), row("free", 20)])
+    busy = run.Run(run.TABLE[0], 1, options.runs / run.TABLE[0].name / "1", tmp_path)
+    busy.hold(wait=False)
+    assert run.main(options) == 1
+    out = capsys.readouterr().out
+    assert f"{run.TABLE[0].name} seed 1: FAILED\n    another runner is at it\n" in out
+    assert f"{run.TABLE[1].name} seed 1: done" in out and not busy.run_dir.exists()
+    busy.held_lock.close()
+    assert run.main(options) == 0
+
+
+def test_the_process_of_a_run_holds_its_lock(options, monkeypatch, tmp_path):
+    """Also when the runner that started it no longer does."""
+    entry = run.Run(row("long", 100_000), 1, tmp_path / "run", tmp_path)
+    entry.hold(wait=False)
+    entry.start(options)
+    second = run.Run(entry.row, 1, entry.run_dir, tmp_path)
+    with pytest.raises(BlockingIOError):
+        second.hold(wait=False)
+    entry.process.kill()
+    entry.process.wait()
+    second.hold(wait=False)
+    second.held_lock.close()
+
+
+def test_a_run_of_other_flags_is_left_alone(cut_off, options, monkeypatch, capsys):
+    """The row was changed after its run began: that must neither go on nor be published as it."""
+    run_dir, _ = cut_off
+    checkpoint = (run_dir / "checkpoint.pt").read_bytes()
+    monkeypatch.setattr(run, "TABLE", [row("long", 1500, "--checkpoint-interval 300 --beta 2")])
+    options.seeds = 1
+    assert run.main(options) == 1
+    folder = os.path.relpath(run_dir)
+    assert f"    {folder} has other flags: delete it to start anew\n" in capsys.readouterr().out
+    assert (run_dir / "checkpoint.pt").read_bytes() == checkpoint
+
+
+@pytest.mark.parametrize("torn", ["20,1.5,eval/ret", "20,1.5", "20,1.5,eval/return_max,-12"])
+def test_a_torn_line_is_no_evaluation(torn, options, tmp_path):
+    """What a full disk leaves: the last evaluation is not complete, so the run is not finished."""
+    entry = run.Run(row("x", 20), 1, tmp_path, tmp_path)
+    (tmp_path / "args.json").write_text(json.dumps({"total_updates": 20}))
+    whole = "step,seconds,key,value\n20,1.5,eval/return_mean,-1234.5\n"
+    (tmp_path / "metrics.csv").write_text(whole + torn)
+    assert not entry.is_finished()
+    assert [row["value"] for row in run.evaluations(tmp_path / "metrics.csv")] == ["-1234.5"]
+    (tmp_path / "metrics.csv").write_text(whole + "20,1.5,eval/return_max,-1200.1\n")
+    assert entry.is_finished()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"jobs": 0}, "--jobs must be at least 1, got 0"),
+        ({"seeds": 0}, "--seeds must be at least 1, got 0"),
+        ({"only": "nothing"}, "no row's name contains 'nothing': --list shows them"),
+    ],
+)
+def test_wrong_options_of_the_runner(flags, message, options, capsys):
+    for name, value in flags.items():
+        setattr(options, name, value)
+    assert run.main(options) == 2
+    captured = capsys.readouterr()
+    assert captured.err == f"run.py: {message}\n" and captured.out == ""
+
+
+def test_quick_leaves_the_results_alone(options, monkeypatch, capsys):
+    """One seed of a few updates, beside what is there; what it left the last time is replaced."""
+    monkeypatch.setattr(run, "TABLE", [row("good", 10_000)])
+    monkeypatch.setattr(run, "QUICK_OFFLINE", "--total-updates 20")
+    options.quick, options.seeds = True, 3
+    leftover = options.runs / "quick-results" / "old" / "1"
+    leftover.mkdir(parents=True)
+    assert run.main(options) == 0
+    assert not options.results.is_relative_to(ROOT) and not leftover.exists()
+    assert [path.name for path in options.results.glob("crr*/*")] == ["1"]
+    command, words = capsys.readouterr().out.splitlines()[-1].split("   ")
+    assert words == "shows what came of them"
+    assert command.split()[1:3] == ["benchmark/report.py", "--results"]
+    assert os.path.samefile(command.split()[3], options.results)
+
+
+def test_the_time_left_counts_minutes(options, monkeypatch, capsys):
+    """After one of three runs, which was to take 1 of 7 minutes: six times as long as it took. A
+    run that was there already says nothing."""
+
+    class Done:
+        returncode = 0
+
+        def poll(self):
+            return 0
+
+    rows = [run.Row("crr", "Pendulum-v1", "none", f"{i}", "", i) for i in (3, 1, 2, 4)]
+    monkeypatch.setattr(run, "TABLE", rows)
+    monkeypatch.setattr(run, "evaluate_random_policy", lambda *_: None)
+    monkeypatch.setattr(run.Run, "is_finished", lambda self: self.row.minutes == 3)
+    monkeypatch.setattr(run.Run, "copy_results", lambda self: None)
+    monkeypatch.setattr(run.Run, "start", lambda self, _: setattr(self, "process", Done()))
+    seconds = iter([0.0, 0.0, 600.0, 1200.0, 2400.0])
+    monkeypatch.setattr(run.time, "time", lambda: next(seconds))
+    monkeypatch.setattr(run.time, "sleep", lambda _: None)
+    options.jobs = 1
+    assert run.main(options) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "ETA" in line]
+    times = [re.search("ETA ([0-9:]+)", line)[1] for line in lines]
+    # 600 s for 1 minute, 6 left; 1200 s for 3 minutes, 4 left; nothing left
+    assert times == ["0:00:00", "1:00:00", "0:26:40", "0:00:00"]
 
 
 def test_list_says_what_the_table_costs(options, monkeypatch, capsys):
@@ -366,25 +480,96 @@ def test_table_of_the_shipped_experts_is_current(env_id):
 def test_speed_table_by_hand():
     rows = [
         {"algo": "crr", "contender": name, "threads": threads}
-        | {"turn": 0, "wall": wall, "cpu": cpu, "peak_mb": 300}
+        | {"turn": turn, "wall": wall * factor, "cpu": 2 * wall * factor, "peak_mb": 300}
         for name, factor in (("ours", 1.0), ("peer", 2.0))
         for threads in (1, 2)
-        for wall, cpu in ((0.01 * factor, 0.02 * factor), (0.02 * factor, 0.04 * factor))
+        for turn, wall in ((0, 0.01), (1, 0.02 if name == "ours" else 0.016))
     ]
     others = [row | {"algo": "awr", "wall": 1, "cpu": 1} for row in rows]
     table = speed.speed_table("crr", rows + others).splitlines()
-    # one thread counts CPU time: 50 and 25 a second; two threads count wall-clock: 100 and 50
+    # one thread counts CPU time: 50 and 25 a second; two threads count wall-clock: 100 and 50. The
+    # peer has half of that in the first round, and 0.625 of it in the second
     assert table[2] == "| ours | 38 [25, 50] | 1.00 | 75 [50, 100] | 1.00 | 300 |"
-    assert table[3] == "| peer | 19 [12, 25] | 0.50 | 38 [25, 50] | 0.50 | 300 |"
+    ratio = "0.56 [0.50, 0.62]"  # (0.5 + 0.625) / 2
+    assert table[3] == f"| peer | 20 [16, 25] | {ratio} | 41 [31, 50] | {ratio} | 300 |"
 
 
-def test_start_table_by_hand():
+def test_speed_is_written_with_peers_alone(monkeypatch, tmp_path, capsys):
+    """Ours against the limit is printed: in the table of before, the peers' turn was another day.
+    A peer that fails loses nothing that was measured before."""
+    monkeypatch.setattr(speed, "PEERS", {"awr": ("axiomrl_awr",), "crr": ("d3rlpy_crr",)})
+    monkeypatch.setattr(speed, "START", {})
+    monkeypatch.setattr(speed, "measure_large_dataset", lambda: (0.5, 2 * speed.LARGE_MB))
+    rates = {"awr": 0.1, "crr": 0.2}
+
+    def measure_updates(algo, commands, options):
+        if rates[algo] is None:
+            raise SystemExit("peer failed")
+        row = {"algo": algo, "contender": "ours", "turn": 0, "wall": rates[algo], "peak_mb": 9}
+        return [row | {"cpu": rates[algo], "threads": threads} for threads in (1, 2)]
+
+    monkeypatch.setattr(speed, "measure_updates", measure_updates)
+    monkeypatch.setattr(speed, "contenders", lambda *_: {})
+    readme = tmp_path / "README.md"
+    readme.write_text("a<!-- speed:begin --><!-- speed:end -->b")
+    options = speed.Options(readme=readme, results=tmp_path, peers=True)
+    assert speed.main(options) == 0
+    first = readme.read_text()
+    assert "| AWR update |" in first and "| ours | 5.0 [5.0, 5.0] |" in first
+    assert "in 0.5 s, with a peak of 317 MB, 2.0 times the arrays." in first
+    check = speed.Options(readme=readme, results=tmp_path, check=True)
+    assert speed.main(check) == 0
+
+    rates["crr"] = 0.4
+    assert speed.main(speed.Options("crr", readme=readme, results=tmp_path)) == 0
+    assert readme.read_text() == first and "2.5 [2.5, 2.5]" in capsys.readouterr().out
+    rates |= {"awr": 1.0, "crr": None}
+    with pytest.raises(SystemExit):
+        speed.main(options)
+    assert speed.main(check) == 1 and readme.read_text() == first  # not yet, but it is there
+    assert [row["wall"] for row in speed.read_rows(tmp_path / "speed.csv")] == ["0.2"] * 2 + [
+        "1.0"
+    ] * 2
+    assert speed.main(speed.Options("awx", readme=readme, results=tmp_path)) == 2
+    assert capsys.readouterr().err.endswith("speed: --only takes start, or one of awr, crr\n")
+
+
+def test_published_speed_is_what_was_measured():
+    assert speed.main(speed.Options(check=True)) == 0
+
+
+def test_a_venv_that_was_not_completed_is_made_again(monkeypatch, tmp_path):
+    commands = []
+
+    def fail_the_last(command, check):
+        commands.append([str(word) for word in command[1:]])
+        if len(commands) == 3:
+            raise subprocess.CalledProcessError(1, command)
+
+    monkeypatch.setattr(subprocess, "run", fail_the_last)
+    (tmp_path / "sb3").mkdir()
+    with pytest.raises(subprocess.CalledProcessError):
+        speed.install("sb3", tmp_path)
+    python = speed.install("sb3", tmp_path)
+    assert python == str(tmp_path / "sb3" / "bin" / "python") and commands[3:] == commands[:3]
+    assert commands[2][-2:] == [speed.TORCH, speed.PACKAGES["sb3"]]
+    assert speed.install("sb3", tmp_path) == python and len(commands) == 6
+
+
+def test_start_table_by_hand(monkeypatch):
     """Medians of each column, whatever the others did in the same turn."""
-    starts = {"crr": [(0.2, 3.1, 5.0, 300.2), (0.4, 3.3, 2.0, 301.0), (0.3, 4.0, 2.54, 299.0)]}
-    starts["rlpd"] = [(0.25, 4.0, 3.0, 350.0)]
-    table = speed.start_table(starts).splitlines()
+    starts = [("crr", 0.2, 3.1, 5.0, 300.2), ("crr", 0.4, 3.3, 2.0, 301.0)]
+    starts += [("crr", 0.3, 4.0, 2.54, 299.0), ("rlpd", 0.25, 4.0, 3.0, 350.0)]
+    starts += [("dataset", "", "", 1.0, speed.LARGE_MB / 2)]
+    rows = [dict(zip(("what", *speed.START_COLUMNS), start)) for start in starts]
+    flags = speed.START
+    monkeypatch.setattr(speed, "START", {"crr": flags["crr"], "rlpd": flags["rlpd"]})
+    table = speed.start_table(rows).splitlines()
     assert table[2] == "| crr.py | 0.30 | 3.3 | 2.5 | 300 | - |"
     assert table[3] == "| rlpd.py | 0.25 | 4.0 | 3.0 | 350 | `--learning-starts 0` |"
+    assert table[5].startswith("A million transitions of HalfCheetah's size (158 MB of arrays)")
+    assert table[5].endswith("in 1.0 s, with a peak of 79 MB, 0.5 times the arrays.")
+    monkeypatch.undo()
     assert speed.START.keys() == ALGOS.keys()
     for algo, flags in speed.START.items():
         ALGOS[algo].check_args(tyro.cli(ALGOS[algo].Args, args=flags.split()))
@@ -531,6 +716,38 @@ def test_every_reference_has_a_script_a_package_and_a_row_of_ours():
         if algo != "dreamer"
     }
     assert glance <= measured
+
+
+def test_a_reference_that_fails_does_not_stop_the_others(monkeypatch, tmp_path, capfd):
+    """One cannot be installed, one ends with an error, one is there, one learns."""
+    peers = tmp_path / "benchmark" / "peers"
+    peers.mkdir(parents=True)
+    learn = "import pathlib, sys; folder = pathlib.Path(sys.argv[5], 'a__good', sys.argv[3])"
+    learn += "; folder.mkdir(parents=True); (folder / 'metrics.csv').touch()"
+    for name, code in (("bad", "raise SystemExit(7)"), ("good", learn)):
+        (peers / f"learn_{name}_a.py").write_text(code)
+    names = ("none", "bad", "good")
+    runs = [(f"learn_{name}_a", "a__default", name, 1 + (name == "good")) for name in names]
+    monkeypatch.setattr(references, "RUNS", runs)
+    monkeypatch.setattr(references, "ROOT", tmp_path)
+
+    def install(peer, venvs):
+        if peer == "none":
+            raise subprocess.CalledProcessError(3, "pip")
+        return sys.executable
+
+    monkeypatch.setattr(references, "install", install)
+    results = tmp_path / "results"
+    (results / "a__good" / "2").mkdir(parents=True)
+    (results / "a__good" / "2" / "metrics.csv").touch()
+    assert references.main(references.Options(results=results)) == 1
+    out = capfd.readouterr().out.splitlines()
+    assert out[:2] == ["a__none seed 1", "FAILED with exit code 3"]
+    assert out[2:4] == ["a__bad seed 1", "FAILED with exit code 7"]
+    assert out[4:] == ["a__good seed 1", "2 failed: a__none seed 1 a__bad seed 1"]
+    assert (results / "a__good" / "1" / "metrics.csv").exists()
+    assert references.main(references.Options("good", results=results)) == 0
+    assert references.main(references.Options("better", results=results)) == 2
 
 
 def test_a_reference_is_published_beside_our_row(tmp_path, monkeypatch):

@@ -407,8 +407,8 @@ def test_glance_by_hand(tmp_path):
         "-1100.0",
         ours,
         "d3rlpy: -160.0 (2)",  # (-150 - 170) / 2
-        "no figure for this task",
-        f"`python benchmark/run.py --only {crr}__mean-binary --seeds 4`",
+        "no figure that we could check",
+        f"`python benchmark/run.py --only {crr}__mean-binary --seeds 4 --results runs/again`",
     ]
     assert rows[1][:7] == [
         "mbpo",
@@ -419,7 +419,7 @@ def test_glance_by_hand(tmp_path):
         "-145.0 (1)",
         "sbx-sac: -960.0 (1)",
     ]
-    assert rows[1][7].startswith("Hopper: about 3,000")
+    assert rows[1][7].startswith("Ant: its 300,000 steps")
     results.pop(("mbpo", "Pendulum-v1", "none", "sbx-sac"))
     assert cells(report.glance(results).split("\n\n")[0])[3][6] == "-"
 
@@ -449,7 +449,12 @@ def test_readme_outside_the_markers_is_untouched(options, capsys):
     table = report.table(results, GROUP)
     assert "old" not in inside and f"\n\n{table}\n\n" in inside
     assert glance == f"\n\n{report.glance(results)}\n\n"
-    assert inside.strip() == capsys.readouterr().out.strip()
+    printed, _, places = capsys.readouterr().out.partition("\n\nwritten: ")
+    assert inside.strip() == printed.strip()
+    assert [Path(place).resolve() for place in places.strip().split(", ")] == [
+        options.readme,
+        options.page,
+    ]
     assert report.main(options) == 0
     assert options.readme.read_bytes() == content
     assert {path.name for path in options.readme.parent.iterdir()} == {
@@ -494,6 +499,20 @@ def test_bad_markers(options, capsys, content, check):
     assert "<!-- results:begin -->" in one_line_of(capsys)
     assert options.readme.read_bytes() == content
     assert not options.figures.exists()
+
+
+def test_other_results_have_a_readme_of_their_own(options, monkeypatch):
+    """Those of --quick, say: nothing that is published changes, all of theirs is in one place."""
+    readme = ROOT / "README.md"
+    before = readme.stat().st_mtime_ns
+    assert report.main(report.Options(options.results)) == 0
+    assert readme.stat().st_mtime_ns == before
+    text = (options.results / "README.md").read_text()
+    assert "| 30.0 [" in text and "](crr__Env-v1__shipped.png)" in text  # (20 + 40) / 2
+    assert (options.results / "crr__Env-v1__shipped.png").is_file()
+    assert (options.results / "index.html").is_file()
+    assert report.main(report.Options(options.results)) == 0  # and again, from the same runs
+    assert (options.results / "README.md").read_text() == text
 
 
 def test_the_glance_needs_its_markers_too(options, capsys):
