@@ -29,7 +29,8 @@ On a Ray cluster (pip install ray), every run waits for a core of any node:
 
 All nodes must have this folder under the same path, with file locks, as NFSv4 gives them. If a
 worker or a node dies, its runs go on elsewhere from their checkpoints. If the nodes are alike, they
-end in the same bits.
+end in the same bits. Ray's workers step back for all else that a node does, unless it was started
+with RAY_worker_niceness=0 in the environment.
 """
 
 import csv

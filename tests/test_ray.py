@@ -45,6 +45,7 @@ def cluster():
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         # newer versions kill the processes of a dead worker, the older ones do not: run.py must
         patch.setenv("RAY_process_group_cleanup_enabled", "0")
+        patch.setenv("RAY_worker_niceness", "0")  # else a busy machine has no time for workers
         cluster = Cluster(True, head_node_args={"num_cpus": 0, "include_dashboard": False})
         session = cluster.head_node.get_session_dir_path()
         cluster.add_node(num_cpus=1)
@@ -134,7 +135,8 @@ def test_ctrl_c_leaves_checkpoints(options):
     command = [sys.executable, "benchmark/run.py", "--ray", "local", "--only", name, "--seeds", "9"]
     command += ["--runs", options.runs, "--results", options.results]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    runner = subprocess.Popen(command, cwd=ROOT, **pipes, start_new_session=True)
+    environment = os.environ | {"RAY_worker_niceness": "0"}
+    runner = subprocess.Popen(command, cwd=ROOT, env=environment, **pipes, start_new_session=True)
     run_dir = options.runs / name / "1"
 
     def has_learned():
