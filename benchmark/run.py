@@ -52,6 +52,7 @@ from typing import TextIO
 import tyro
 
 ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmark" / "results"  # the published ones
 sys.path.insert(0, str(ROOT))  # for common.py
 
 # What a run's process executes before the script. On Linux a run is to die with the process that
@@ -167,7 +168,7 @@ RUNNING = (
     ("HalfCheetah-v5", "runs/data/halfcheetah-replay-sac.npz"),
     "--hidden-dim 256 --gradient-updates-per-step 2 --learning-starts 1000"
     " --total-timesteps 10000 --eval-interval 1000 --eval-episodes 10",
-    9.0,
+    14.0,
 )
 TABLE += [
     Row("rlpd", *task, variant, f"{task_flags} {flags}", minutes * share)
@@ -228,7 +229,7 @@ TABLE += [
 # FQF, the same with prioritised replay, and with fractions that stay 1/N apart, which is QR-DQN
 POLE = ("CartPole-v1", "none")
 FQF_VARIANTS = {"default": "", "prioritized": "--prioritized", "qr-dqn": "--no-learn-fractions"}
-TABLE += [Row("fqf", *POLE, variant, flags, 2.5) for variant, flags in FQF_VARIANTS.items()]
+TABLE += [Row("fqf", *POLE, variant, flags, 4.0) for variant, flags in FQF_VARIANTS.items()]
 LANDING = (
     ("LunarLander-v3", "none"),
     "--total-timesteps 200000 --train-frequency 2 --batch-size 64 --n-steps 3 --target-interval 50"
@@ -246,7 +247,7 @@ FQF_ABLATIONS = {
     "3-steps": "--n-steps 3",
 }
 TABLE += [
-    Row("fqf", *POLE, variant, flags, 2.5, "fqf-ablation")
+    Row("fqf", *POLE, variant, flags, 4.0, "fqf-ablation")
     for variant, flags in FQF_ABLATIONS.items()
 ]
 # GAIL, and what makes its returns mean something: a discriminator that is frozen before it learned
@@ -347,7 +348,7 @@ class Options:
     ray: str = ""  # auto: the Ray cluster that runs here | HOST:PORT: of one | local: start one
     list: bool = False  # print the rows and what they cost, and run nothing
     quick: bool = False  # a few updates of every row, one seed, kept out of the results
-    results: Path = ROOT / "benchmark" / "results"  # where finished runs are copied to; done: there
+    results: Path = RESULTS  # where finished runs are copied to; what is there is done
     runs: Path = ROOT / "runs" / "benchmark"  # where runs live
 
 
@@ -428,6 +429,18 @@ class Run:
             shutil.copy(dreams[-1], self.result_dir / "dream.png")
         # last, since this file says that the run is done
         write_metrics(self.result_dir, evaluations(self.run_dir / "metrics.csv"))
+
+    def comparison(self) -> str:
+        """With the published run, if this one was made again."""
+        published = RESULTS / self.row.name / str(self.seed) / "metrics.csv"
+        file = self.result_dir / "metrics.csv"
+        if not published.exists() or file.samefile(published):
+            return ""
+        mine, theirs = (
+            [row | {"seconds": None} for row in evaluations(path) if row["key"].startswith("eval/")]
+            for path in (file, published)
+        )
+        return ", every return as published" if mine == theirs else ", but not as published"
 
     def end(self) -> list[str]:
         """Publish it. If it failed, or that fails: what is to be told about it."""
@@ -661,6 +674,8 @@ def main(options: Options) -> int:
                 failed += [run] if problem else []
                 status = f"[{num_ended}/{num_waiting}, ETA {clock(eta)}] {run.row.name}"
                 ending = "FAILED" if problem else "done"
+                if not problem and not options.quick:
+                    ending += run.comparison()
                 print(f"{status} seed {run.seed}: {ending}", *problem, sep="\n    ", flush=True)
             time.sleep(0.2)
     except (KeyboardInterrupt, OSError) as reason:  # the latter if no run can be started

@@ -312,6 +312,23 @@ input()
     wait_until(lambda: pid not in processes(*words))
 
 
+def test_what_is_made_again_is_compared_with_what_is_published(
+    options, monkeypatch, capsys, tmp_path
+):
+    monkeypatch.setattr(run, "TABLE", [row("good", 20)])
+    monkeypatch.setattr(run, "RESULTS", options.results)
+    assert run.main(options) == 0
+    assert f"{run.TABLE[0].name} seed 1: done\n" in capsys.readouterr().out
+    published = options.results / run.TABLE[0].name / "1" / "metrics.csv"
+    for edit, words in (("", "every return as published"), ("9", "but not as published")):
+        text = published.read_text().removesuffix("\n")
+        published.write_text(f"{text}{edit}\n")  # one more digit of the last number
+        again = run.Options(runs=tmp_path / f"runs{edit}", results=tmp_path / f"again{edit}")
+        again.seeds = 1
+        assert run.main(again) == 0
+        assert f"seed 1: done, {words}\n" in capsys.readouterr().out
+
+
 def test_two_runners_do_not_share_a_folder(options, monkeypatch, capsys, tmp_path):
     """The second one leaves the run alone, and does the other."""
     monkeypatch.setattr(run, "EVALUATION", "")

@@ -141,11 +141,13 @@ def test_command_of_every_row_makes_its_runs():
         _, script, *flags = report.command_of(tuple(row.name.split("__"))).split()
         assert script == f"algos/{row.algo}.py"
         args = json.loads(json.dumps(asdict(tyro.cli(ALGOS[row.algo].Args, args=flags))))
-        published = json.loads((results / row.name / "1" / "args.json").read_text())
-        differ = {
-            key for key in args.keys() | published.keys() if args.get(key) != published.get(key)
-        }
-        assert differ <= harmless, f"{row.name}: {differ}"
+        for file in (results / row.name).glob("*/args.json"):  # of every seed
+            published = json.loads(file.read_text())
+            differ = {
+                key for key in args.keys() | published.keys() if args.get(key) != published.get(key)
+            }
+            assert differ <= harmless, f"{file}: {differ}"
+            assert published["seed"] == int(file.parent.name)
 
 
 def test_published_page_is_small_and_needs_nothing_else():
