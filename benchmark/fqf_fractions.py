@@ -38,7 +38,7 @@ CURVES = {  # label -> row of run.py
 
 @dataclass
 class Options:
-    runs: Path = run.Options.runs  # the checkpoints of run.py
+    runs: Path = run.RUNS  # the checkpoints of run.py
     results: Path = run.Options.results  # its published metrics, and where the figures go
 
 

@@ -53,6 +53,7 @@ import tyro
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmark" / "results"  # the published ones
+RUNS = ROOT / "runs" / "benchmark"  # and what they are copied from
 sys.path.insert(0, str(ROOT))  # for common.py
 
 # What a run's process executes before the script. On Linux a run is to die with the process that
@@ -349,7 +350,7 @@ class Options:
     list: bool = False  # print the rows and what they cost, and run nothing
     quick: bool = False  # a few updates of every row, one seed, kept out of the results
     results: Path = RESULTS  # where finished runs are copied to; what is there is done
-    runs: Path = ROOT / "runs" / "benchmark"  # where runs live
+    runs: Path | None = None  # where runs live [runs/benchmark; <results>-runs for other results]
 
 
 @dataclass
@@ -612,6 +613,8 @@ def main(options: Options) -> int:
     if options.list:
         print_table(rows, len(seeds))
         return 0
+    if options.runs is None:  # what is made again must not find the runs of the first time
+        options.runs = RUNS if options.results == RESULTS else Path(f"{options.results}-runs")
     options.runs = options.runs.absolute()  # workers of Ray have a working directory of their own
     if options.quick:
         options.runs, options.results = options.runs / "quick", options.runs / "quick-results"

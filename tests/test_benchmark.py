@@ -323,9 +323,9 @@ def test_what_is_made_again_is_compared_with_what_is_published(
     for edit, words in (("", "every return as published"), ("9", "but not as published")):
         text = published.read_text().removesuffix("\n")
         published.write_text(f"{text}{edit}\n")  # one more digit of the last number
-        again = run.Options(runs=tmp_path / f"runs{edit}", results=tmp_path / f"again{edit}")
-        again.seeds = 1
+        again = run.Options(results=tmp_path / f"again{edit}", seeds=1)  # with runs of its own
         assert run.main(again) == 0
+        assert (tmp_path / f"again{edit}-runs" / run.TABLE[0].name / "1" / "best.pt").exists()
         assert f"seed 1: done, {words}\n" in capsys.readouterr().out
 
 
