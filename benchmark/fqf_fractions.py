@@ -1,9 +1,9 @@
 """What FQF learns that others do not: draw the fractions and the distributions of trained runs.
 
-    python benchmark/run.py --only fqf --seeds 1
+    python benchmark/run.py --only CartPole-v1__none --seeds 1 --results runs/again
     python benchmark/fqf_fractions.py
 
-Reads seed 1 of two rows of run.py (from runs/benchmark/): FQF with our learning rate of the
+Reads seed 1 of two rows of run.py (from runs/again-runs/): FQF with our learning rate of the
 fractions, and with the paper's, at which they do not move. Draws an episode of each, as
 `python algos/fqf.py --evaluate ... --plot` does, and, of all published runs that have learned
 fractions, how their entropy fell: log N is what fractions 1/N apart have.
@@ -38,7 +38,7 @@ CURVES = {  # label -> row of run.py
 
 @dataclass
 class Options:
-    runs: Path = run.RUNS  # the checkpoints of run.py
+    runs: Path = ROOT / "runs" / "again-runs"  # the checkpoints of run.py
     results: Path = run.Options.results  # its published metrics, and where the figures go
 
 

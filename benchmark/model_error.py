@@ -1,10 +1,11 @@
 """How far can MBPO's model be trusted? Its error along a rollout, and on held-out rows over time.
 
-    python benchmark/run.py --only none__default --seeds 1 --results runs/results
+    python benchmark/run.py --only mbpo__Pendulum-v1__none__default --seeds 1 --results runs/again
+    python benchmark/run.py --only mbpo__Hopper-v5__none__default --seeds 1 --results runs/again
     python benchmark/model_error.py
 
-The first trains the models, in less than an hour; with results of its own, since runs whose results
-are there would be skipped. The second takes a minute.
+The first two train the models, in about half an hour; with results of their own, since runs whose
+results are there would be skipped. The third takes a minute.
 
 For each task, from the run of seed 1, two pictures in results/model_error.png:
 
@@ -41,7 +42,7 @@ LENGTH = 15  # the paper's longest rollout
 
 @dataclass
 class Options:
-    runs: Path = ROOT / "runs" / "benchmark"  # of run.py
+    runs: Path = ROOT / "runs" / "again-runs"  # of run.py
     results: Path = ROOT / "benchmark" / "results"  # where the csv and the png go
 
 

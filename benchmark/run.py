@@ -13,11 +13,10 @@ where they come from.
 A run is a subprocess of the plain script. One that is done is skipped, one that was interrupted
 goes on from its checkpoint, one that fails or is killed is reported with its last lines while the
 others go on (the exit code is then 1, and the same command tries it again). Runs live in
-runs/benchmark/<row>/<seed>/, which two runners never share. When one is done, its evaluations are
-copied to benchmark/results/<row>/<seed>/, small and committed, for report.py. With one thread each,
-as the published ones had, they end in the same bits on the same kind of machine.
-
-Linux or macOS.
+runs/benchmark/<row>/<seed>/ (with "--results runs/again" in runs/again-runs/), which two runners
+never share. When one is done, its evaluations are copied to benchmark/results/<row>/<seed>/, small
+and committed, for report.py. With one thread each, as the published ones had, they end in the same
+bits on the same kind of machine; what is made again is compared. Linux or macOS.
 
 On a SLURM cluster, one array job does the same, one task per seed:
     sbatch --array=1-5 --wrap 'python benchmark/run.py --jobs 1 --seed $SLURM_ARRAY_TASK_ID'
@@ -53,7 +52,6 @@ import tyro
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmark" / "results"  # the published ones
-RUNS = ROOT / "runs" / "benchmark"  # and what they are copied from
 sys.path.insert(0, str(ROOT))  # for common.py
 
 # What a run's process executes before the script. On Linux a run is to die with the process that
@@ -614,7 +612,8 @@ def main(options: Options) -> int:
         print_table(rows, len(seeds))
         return 0
     if options.runs is None:  # what is made again must not find the runs of the first time
-        options.runs = RUNS if options.results == RESULTS else Path(f"{options.results}-runs")
+        is_first = options.results == RESULTS
+        options.runs = ROOT / "runs" / "benchmark" if is_first else Path(f"{options.results}-runs")
     options.runs = options.runs.absolute()  # workers of Ray have a working directory of their own
     if options.quick:
         options.runs, options.results = options.runs / "quick", options.runs / "quick-results"
