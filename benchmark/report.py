@@ -426,8 +426,12 @@ def figure(results: Results, group: tuple[str, ...], path: Path) -> None:
     axes.set_title(f"{title(group)}  (IQM and 95 % interval, seeds: {num_seeds})", loc="left")
     axes.set_xlabel(unit(group))
     axes.set_ylabel("evaluation return")
+    budgets = [run.steps[-1] for runs in variants.values() for run in runs]
+    if max(budgets) > 10 * min(budgets):  # else the shortest would be a stroke at the edge
+        axes.set_xscale("log")
+    else:
+        axes.locator_params(axis="x", nbins=6)  # more would touch each other
     axes.xaxis.set_major_formatter("{x:,.0f}")
-    axes.locator_params(axis="x", nbins=6)  # more would touch each other
     axes.margins(x=0.01)
     axes.grid(color="0.92")
     axes.set_axisbelow(True)

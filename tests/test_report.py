@@ -322,6 +322,20 @@ def test_one_fall_does_not_flatten_the_figure(tmp_path, monkeypatch):
     assert drawn[0].axes[0].get_ylim()[0] == -100
 
 
+@pytest.mark.parametrize(("budget", "scale"), [(1000, "linear"), (1001, "log")])
+def test_steps_of_a_figure_are_logarithmic_if_one_variant_has_many_more(
+    budget, scale, tmp_path, monkeypatch
+):
+    from matplotlib.figure import Figure
+
+    write_run(tmp_path / "crr__Env-v1__shipped__short" / "1", {0: 0, 50: 50, 100: 100})
+    write_run(tmp_path / "crr__Env-v1__shipped__long" / "1", {0: 0, 50: 10, budget: 20})
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kwargs: drawn.append(self))
+    report.figure(report.read_results(tmp_path), GROUP, tmp_path / "x.png")
+    assert drawn[0].axes[0].get_xscale() == scale
+
+
 def test_figure_file(options):
     results = report.read_results(options.results)
     paths = [options.figures / name for name in ("a.png", "b.png")]
