@@ -262,7 +262,8 @@ def speed_table(algo: str, rows: list[dict]) -> str:
             ratios = [
                 medians[name, threads, turn] / medians["ours", threads, turn] for turn in turns
             ]
-            spread = f" [{min(ratios):.2f}, {max(ratios):.2f}]" if name != "ours" else ""
+            has_spread = name != "ours" and len(ratios) > 1
+            spread = f" [{min(ratios):.2f}, {max(ratios):.2f}]" if has_spread else ""
             cells.append(f"{statistics.median(ratios):.2f}{spread}")
         peak = max(int(row["peak_mb"]) for row in rows if row["contender"] == name)
         lines.append(f"| {' | '.join([*cells, str(peak)])} |")

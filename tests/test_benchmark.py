@@ -509,6 +509,8 @@ def test_speed_table_by_hand():
     assert table[2] == "| ours | 38 [25, 50] | 1.00 | 75 [50, 100] | 1.00 | 300 |"
     ratio = "0.56 [0.50, 0.62]"  # (0.5 + 0.625) / 2
     assert table[3] == f"| peer | 20 [16, 25] | {ratio} | 41 [31, 50] | {ratio} | 300 |"
+    once = speed.speed_table("crr", [row for row in rows if row["turn"] == 0]).splitlines()
+    assert once[3] == "| peer | 25 [25, 25] | 0.50 | 50 [50, 50] | 0.50 | 300 |"  # no range of one
 
 
 def test_speed_is_written_with_peers_alone(monkeypatch, tmp_path, capsys):
