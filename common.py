@@ -1,4 +1,5 @@
-"""Datasets and evaluation, shared by all algorithms. Nothing here is needed to follow the maths.
+"""Datasets, evaluation, and what surrounds a run. Nothing here learns, and a reader needs it for
+neither the maths of an algorithm nor its loop.
 
 A policy, for everything in this file, is a function of a batch of observations that returns a batch
 of actions in the units of the environment: [E, *obs_shape] -> [E, *action_shape].
@@ -12,21 +13,43 @@ D4RL's names (terminals, timeouts) and layouts without next_observations are con
 Shapes: N rows of a dataset, E episodes, O observation, A action.
 """
 
+import contextlib
+import csv
+import ctypes
+import json
+import math
 import os
+import re
+import shlex
+import signal
+import sys
+import threading
+import time
+import traceback
 import zipfile
 import zlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from dataclasses import asdict, dataclass, fields, replace
+from datetime import datetime
+from functools import cache, partial
+from itertools import pairwise
 from pathlib import Path
+from typing import Any, BinaryIO, Literal, get_args, get_origin
 
 import gymnasium as gym
 import numpy as np
 import torch
+import tyro
+from tqdm import tqdm
 
 Policy = Callable[[np.ndarray], np.ndarray]
+MakeEnv = Callable[..., gym.Env]  # of an id and keywords; a script may wrap its environments
 
 SHIPPED = Path(__file__).resolve().parent / "benchmark" / "data"  # <env id>.npz, found by `auto`
 RANDOM_STEPS = 100_000  # what `random` stands for
+MAX_EPISODE_STEPS = 200_000  # then an evaluation is given up: Atari's episodes end after 27,000
+RECORD_SEEDS = 1_000_000  # from here on, seeds of recorded episodes, which no evaluation has
 
 # Each field: its name in our npz layout first, then what other people's files call it.
 NAMES = {
@@ -43,18 +66,148 @@ class InputError(Exception):
     """A mistake in what the user gave us. The scripts print it as one line and exit with code 2."""
 
 
-# ---- environments
-
-
-def make_env(env_id: str, **kwargs) -> gym.Env:
-    try:
-        return gym.make(env_id, **kwargs)
-    except (gym.error.Error, ImportError, TypeError, ValueError) as error:
-        raise InputError(f"cannot make the environment {env_id}: {one_line(error)}") from None
+class Stopped(KeyboardInterrupt):
+    """A signal ended the run, which was saved. Python's callers see Ctrl-C as they know it."""
 
 
 def one_line(message: object) -> str:
     return " ".join(str(message).split())
+
+
+@contextlib.contextmanager
+def told_in_one_line(what: str, with_place: bool = False) -> Iterator[None]:
+    """Other people's code and files fail in many ways. The user reads one line."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        where = f" ({place.filename}:{place.lineno})" if with_place else ""
+        reason = f"{type(error).__name__}: {one_line(error)[:300]}"
+        raise InputError(f"{what}: {reason}{where}") from error
+
+
+@contextlib.contextmanager
+def told_of_checkpoint(path: str, algo: str) -> Iterator[None]:
+    """A sound file may still hold other networks: of another version, or of the user's own."""
+    with told_in_one_line(f"{path} is not a complete checkpoint of ours"):
+        try:
+            yield
+        except RuntimeError as error:
+            if "loading state_dict" not in str(error):  # torch says so of networks alone
+                raise
+            reason = one_line(error)[:300]
+            raise InputError(f"{path} does not fit the networks of {algo}.py: {reason}") from error
+
+
+# ---- environments
+
+
+class Checked(gym.Wrapper):
+    """What an environment does wrong is said in one line, with the place. Rewards become floats."""
+
+    def reset(self, **kwargs):
+        self.num_steps = 0
+        with self.told("reset"):
+            obs, info = self.env.reset(**kwargs)
+            self.check(obs)
+        return obs, info
+
+    def step(self, action):
+        self.num_steps += 1
+        with self.told(f"step {self.num_steps} of an episode"):
+            obs, reward, terminated, truncated, info = self.env.step(action)
+            reward = float(np.asarray(reward).item())
+            if not math.isfinite(reward):
+                raise ValueError(f"the reward is {reward}")
+            self.check(obs)
+        return obs, reward, terminated, truncated, info
+
+    def check(self, obs: Any) -> None:
+        shape = self.observation_space.shape
+        if shape and np.shape(obs) != shape:
+            raise ValueError(f"an observation has shape {np.shape(obs)}, its space has {shape}")
+        if shape and not np.isfinite(obs).all():
+            raise ValueError(f"an observation is not finite: {obs}")
+
+    def told(self, where: str) -> contextlib.AbstractContextManager:
+        return told_in_one_line(f"the environment {self.spec.id} fails in {where}", with_place=True)
+
+
+def make_env(env_id: str, **kwargs) -> gym.Env:
+    with told_in_one_line(f"cannot make the environment {env_id}"):
+        env = gym.make(env_id, **kwargs)
+        if isinstance(env.observation_space, gym.spaces.Dict):
+            env = gym.wrappers.FlattenObservation(env)
+        return Checked(env)
+
+
+def check_spaces(
+    env: gym.Env, actions: str = "vectors or discrete", images: bool = False
+) -> tuple[tuple[int, ...], int, bool]:
+    """-> the shape of observations, A, and whether actions are discrete; if they are of a kind that
+    the algorithm knows."""
+    obs_space, action_space, env_id = env.observation_space, env.action_space, env.spec.id
+    is_box, shape = isinstance(obs_space, gym.spaces.Box), obs_space.shape
+    is_image = images and is_box and len(shape) == 3 and obs_space.dtype == np.uint8
+    if not is_image and not (is_box and len(shape) == 1):
+        kinds = "vectors or uint8 images" if images else "vectors"
+        advice = "wrap it in gymnasium.wrappers.FlattenObservation"
+        raise InputError(f"{env_id}: observations must be {kinds}, not {obs_space}; {advice}")
+    if "discrete" in actions and isinstance(action_space, gym.spaces.Discrete):
+        return shape, int(action_space.n), True
+    is_vector = isinstance(action_space, gym.spaces.Box) and len(action_space.shape) == 1
+    if "vectors" not in actions or not is_vector:
+        advice = "a gymnasium.ActionWrapper can translate them"
+        raise InputError(f"{env_id}: actions must be {actions}, not {action_space}; {advice}")
+    if action_space.dtype.kind != "f":  # rounded, a policy would hardly ever reach the bounds
+        raise InputError(f"{env_id}: actions must be floats, or Discrete, not {action_space}")
+    if not action_space.is_bounded() or not (action_space.low < action_space.high).all():
+        raise InputError(f"{env_id}: actions must have finite bounds, not {action_space}")
+    return shape, action_space.shape[0], False
+
+
+def second_seed(seed: int) -> int:
+    """Of a stream of random numbers apart from the one that `seed` starts: with one for both, the
+    first actions of a run would be its first weights."""
+    # (seed, k) are the seeds of the episodes, and SeedSequence takes seed for (seed, 0)
+    return np.random.SeedSequence((seed, 0, 1)).generate_state(1).item()
+
+
+def start_episode(env: gym.Env, seed: int, episode: int, actions=()) -> tuple[np.ndarray, float]:
+    """Episode k always starts from the seed that (seed, k) makes. A resumed run then plays the
+    actions again that it took before it stopped. -> observation, return so far"""
+    obs, _ = env.reset(seed=np.random.SeedSequence((seed, episode)).generate_state(1).item())
+    episode_return = 0.0
+    for action in actions:
+        obs, reward, _, _, _ = env.step(action)
+        episode_return += float(reward)
+    return np.array(obs), episode_return
+
+
+class FirstFire(gym.Wrapper):
+    """A life begins with FIRE, whatever the agent says: Atari games such as Breakout serve no ball
+    without it, and a greedy policy that never fires would play on for 27,000 steps. What was played
+    is in info["played_action"], for whoever stores it."""
+
+    def __init__(self, env: gym.Env):
+        super().__init__(env)
+        self.fire = env.unwrapped.get_action_meanings().index("FIRE")
+
+    def reset(self, **kwargs):
+        self.lives, self.shots = math.inf, 0
+        return self.env.reset(**kwargs)
+
+    def step(self, action):
+        lives = self.unwrapped.ale.lives()
+        if lives < self.lives:
+            self.shots = 2  # one may be lost: a game repeats the action before it now and then
+        self.lives = lives
+        if self.shots > 0:
+            self.shots, action = self.shots - 1, self.fire
+        obs, reward, terminated, truncated, info = self.env.step(action)
+        return obs, reward, terminated, truncated, info | {"played_action": action}
 
 
 def normalize_action(action: np.ndarray, space: gym.Space) -> np.ndarray:
@@ -90,16 +243,25 @@ class Dataset:
     truncated: torch.Tensor  # [N] bool: the episode was cut here, but would have gone on
     episode_returns: np.ndarray  # [num_episodes] undiscounted, in the environment's own rewards
     source: str  # what the spec turned out to mean
+    fingerprint: int  # differs if the data differ: a resumed run must go on with what it began with
 
     def __len__(self) -> int:
         return len(self.reward)
 
-    def fingerprint(self) -> int:
-        """Differs if the data differ: a resumed run must go on with what it began with."""
-        checksum = 0
-        for name in NAMES:
-            checksum = zlib.crc32(getattr(self, name).numpy(), checksum)
-        return checksum
+    def __str__(self) -> str:
+        episodes = f"{len(self.episode_returns)} episodes"
+        mean = f"mean return {self.episode_returns.mean():.1f}"
+        return f"{len(self):,} transitions of {self.source}, {episodes}, {mean}"
+
+    def standardize(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Observations become (obs - mean) / std, in place: a large dataset is held once.
+        -> mean [O], std [O], for a policy to do the same"""
+        if len(self) == 1:
+            raise InputError(f"dataset {self.source} has a single row: nothing can be learned")
+        mean, std = self.obs.mean(0), self.obs.std(0) + 1e-3
+        for obs in (self.obs, self.next_obs):
+            obs.sub_(mean).div_(std)
+        return mean, std
 
 
 def load_dataset(
@@ -118,40 +280,46 @@ def load_dataset(
     if spec == "auto":
         shipped = SHIPPED / f"{env.spec.id}.npz"
         spec = str(shipped) if shipped.is_file() else "random"
-
     if spec == "random":
         spec = f"random:{RANDOM_STEPS}"
-
-    if spec.startswith("random:"):
-        num_steps = spec.removeprefix("random:")
-        if not num_steps.isdecimal() or int(num_steps) == 0:
-            raise InputError(f"dataset {spec}: write random:N with N a number of steps above 0")
-        fields = random_steps(env, int(num_steps), seed)
-    elif spec.startswith("minari:"):
-        fields = read_minari(spec.removeprefix("minari:"))
+    kind, _, name = spec.partition(":")
+    if kind == "random" and (not name.isdecimal() or int(name) == 0):
+        raise InputError(f"dataset {spec}: write random:N with N a number of steps above 0")
+    if kind == "random":
+        fields = random_steps(env, int(name), seed)
+    elif kind == "minari":
+        fields = read_minari(name)
     elif spec.endswith(".npz"):
         fields = read_npz(spec)
     else:
         raise InputError(f"dataset {spec}: expected auto, random, random:N, PATH.npz or minari:ID")
 
     try:
-        fields = validate(fields, env)
+        fields, num_found = validate(fields, env)
     except InputError as error:
         raise InputError(f"dataset {spec}: {error}") from None
     done = fields["terminated"] | fields["truncated"]
-    first_row = np.flatnonzero(np.concatenate([[True], done[:-1]]))  # of each episode
+    first_row = np.flatnonzero(np.append(True, done[:-1]))  # of each episode
+    source = spec
+    if num_found > 0:
+        source += f" (rows that do not join: {num_found} cuts that no flag tells of)"
+    if 2 * len(first_row) > len(done):
+        source += " (most episodes have one step: if it is shuffled, returns mean nothing)"
     episode_returns = np.add.reduceat(fields["reward"].astype(np.float64), first_row)
-
     if normalize_reward:
-        span = episode_returns.max() - episode_returns.min()
+        span = np.ptp(episode_returns)
         if span == 0:
             raise InputError(f"dataset {spec}: all episodes have the same return: do not normalise")
         reward_scale = reward_scale * 1000 / span
     fields["reward"] = (reward_scale * fields["reward"] + reward_shift).astype(np.float32)
     fields["action"] = normalize_action(fields["action"], env.action_space)
-
+    fingerprint = 0
+    for field in fields.values():
+        fingerprint = zlib.crc32(field, fingerprint)
     tensors = {name: torch.from_numpy(field) for name, field in fields.items()}
-    return Dataset(**tensors, episode_returns=episode_returns, source=spec)
+    return Dataset(
+        **tensors, episode_returns=episode_returns, source=source, fingerprint=fingerprint
+    )
 
 
 def random_steps(env: gym.Env, num_steps: int, seed: int) -> dict[str, np.ndarray]:
@@ -164,46 +332,38 @@ def random_steps(env: gym.Env, num_steps: int, seed: int) -> dict[str, np.ndarra
         actions = rng.integers(space.start, space.start + space.n, num_steps)
 
     rows = []
-    obs, _ = env.reset(seed=seed)
+    obs = np.array(env.reset(seed=seed)[0])
     for action in actions:
-        next_obs, reward, terminated, truncated, _ = env.step(action)
+        next_obs, reward, terminated, truncated, info = env.step(action)
+        action = info.get("played_action", action)  # FirstFire may have played another
+        next_obs = np.array(next_obs)  # a copy: some environments write into one buffer
         rows.append((obs, action, reward, next_obs, terminated, truncated))
-        obs = env.reset()[0] if terminated or truncated else next_obs
+        obs = np.array(env.reset()[0]) if terminated or truncated else next_obs
     return {name: np.stack(column) for name, column in zip(NAMES, zip(*rows))}
 
 
 def read_npz(path: str) -> dict[str, np.ndarray]:
     """The fields of a file. No pickle is ever loaded: a dataset must not be able to run code."""
-    try:
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise InputError(f"dataset {path} is not a file")
+    with told_in_one_line(f"dataset {path} cannot be read"):
         with open(path, "rb") as file:
-            head = file.read(256)
-    except OSError as error:
-        raise InputError(f"dataset {path} cannot be read: {error.strerror}") from None
-    if not head:
-        raise InputError(f"dataset {path} is an empty file")
-    if head.lstrip().startswith(b"<"):
-        raise InputError(f"dataset {path} is a web page, not an npz file; download it again")
-    if not zipfile.is_zipfile(path):
-        raise InputError(f"dataset {path} is not a complete npz file; make or download it again")
-
-    fields = {}
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            for name, spellings in NAMES.items():
-                for spelling in reversed(spellings):  # ours wins if a file has several
-                    if spelling in file.files:
-                        fields[name] = file[spelling]
-            found = ", ".join(file.files)
-    except ValueError as error:
-        if "allow_pickle" in str(error):
-            raise InputError(f"dataset {path} holds a pickle; save plain arrays instead") from None
-        raise InputError(f"dataset {path} cannot be read: {one_line(error)}") from None
-    except (OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise InputError(f"dataset {path} cannot be read: {one_line(error)}") from None
-
+            head = file.read(256).lstrip()
+        if not zipfile.is_zipfile(path):
+            kind = "a web page" if head.startswith(b"<") else "not a complete npz file"
+            kind = kind if head else "an empty file"
+            raise InputError(f"dataset {path} is {kind}; make or download it again")
+        with np.load(path, allow_pickle=False) as file:  # an array of objects is a ValueError
+            found = file.files
+            fields = {
+                name: file[next(x for x in spellings if x in found)]  # ours comes first
+                for name, spellings in NAMES.items()
+                if {*spellings} & {*found}
+            }
     for name in ("obs", "action", "reward", "terminated"):
         if name not in fields:
-            raise InputError(f"dataset {path} has no array '{NAMES[name][0]}' (it has: {found})")
+            missing = f"has no array '{NAMES[name][0]}'"
+            raise InputError(f"dataset {path} {missing} (it has: {', '.join(found)})")
     for name, field in fields.items():
         if np.ndim(field) == 0:  # a single number, or a member of the zip that is no array
             raise InputError(f"dataset {path}: {NAMES[name][0]} is not an array of rows")
@@ -215,10 +375,8 @@ def read_minari(dataset_id: str) -> dict[str, np.ndarray]:
         import minari  # an optional package, and slow to import
     except ImportError:
         raise InputError("minari datasets need a package: pip install 'minari[hdf5,hf]'") from None
-    try:
+    with told_in_one_line(f"cannot load minari:{dataset_id}"):
         episodes = list(minari.load_dataset(dataset_id, download=True).iterate_episodes())
-    except Exception as error:  # a missing id, no network, a missing extra: many types, one meaning
-        raise InputError(f"cannot load minari:{dataset_id}: {one_line(error)}") from None
     arrays = [array for episode in episodes for array in (episode.observations, episode.actions)]
     if not arrays or not all(isinstance(array, np.ndarray) for array in arrays):
         raise InputError(f"minari:{dataset_id}: observations and actions must be plain arrays")
@@ -237,22 +395,21 @@ def cut_at_end(truncated: np.ndarray) -> np.ndarray:
     return np.append(truncated[:-1], True)
 
 
-def validate(fields: dict[str, np.ndarray], env: gym.Env) -> dict[str, np.ndarray]:
-    """One clear line for whatever is wrong; else the fields in our own layout, shapes and types."""
+def validate(fields: dict[str, np.ndarray], env: gym.Env) -> tuple[dict[str, np.ndarray], int]:
+    """One clear line for whatever is wrong; else the fields in our own layout, shapes and types.
+    And how many episodes were cut without a flag."""
     obs_space, action_space = env.observation_space, env.action_space
     row_shapes = {"obs": obs_space.shape, "next_obs": obs_space.shape, "action": action_space.shape}
     num_rows = len(fields["action"])
     if num_rows == 0:
         raise InputError("it has no rows")
-
     for name, field in fields.items():
-        label = NAMES[name][0]
+        label, shape, expected = NAMES[name][0], field.shape[1:], row_shapes.get(name, ())
         if field.dtype.kind not in "fiub":
             raise InputError(f"{label} holds {field.dtype}, not numbers")
         if len(field) != num_rows and (name != "obs" or "next_obs" in fields):
             raise InputError(f"{label} has {len(field)} rows, actions has {num_rows}")
         # [N, 1] where [N] is meant, or the reverse, is common and harmless
-        shape, expected = field.shape[1:], row_shapes.get(name, ())
         if shape != expected and {shape, expected} != {(), (1,)}:
             raise InputError(
                 f"a row of {label} has shape {shape}, the environment's has {expected}"
@@ -267,47 +424,39 @@ def validate(fields: dict[str, np.ndarray], env: gym.Env) -> dict[str, np.ndarra
         low, high, action_dtype = action_space.low, action_space.high, np.float32
         slack = 1e-4 * (high - low)  # float32 rounding of someone else's scaling
         inside = ((action >= low - slack) & (action <= high + slack)).all(axis=1)
-        action = action.clip(low, high)
         allowed = f"the box {low} to {high}"
     else:
-        first, last, action_dtype = action_space.start, action_space.start + action_space.n - 1, int
-        inside = (action >= first) & (action <= last) & (action == np.round(action))
-        allowed = f"{first} to {last}"
+        low, action_dtype = action_space.start, int
+        high = low + action_space.n - 1
+        inside = (action >= low) & (action <= high) & (action == np.round(action))
+        allowed = f"{low} to {high}"
     if not inside.all():
         row = inside.argmin()
-        message = (
-            f"action {fields['action'][row]} in row {row} is not in {allowed} of {env.spec.id}"
-        )
-        raise InputError(one_line(f"{message} (actions are in the environment's own units)"))
+        where = f"action {action[row]} in row {row} is not in {allowed} of {env.spec.id}"
+        raise InputError(one_line(f"{where} (actions are in the environment's own units)"))
     is_image = obs_space.dtype == np.uint8 and len(obs_space.shape) > 1
-    obs_dtype = np.uint8 if is_image else np.float32
-    if obs_dtype == np.uint8 and fields["obs"].dtype != np.uint8:
+    if is_image and fields["obs"].dtype != np.uint8:
         raise InputError(f"observations holds {fields['obs'].dtype}, the environment's are uint8")
 
-    # episodes: terminated wins if both flags are set; the end of the file is a cut, too
+    # episodes: terminated wins if both flags are set; the end of the file is a cut, too, and so is
+    # a row that does not start where the last one led
     terminated, cuts_known = fields["terminated"].astype(bool), "truncated" in fields
-    truncated = np.zeros(num_rows, dtype=bool)
-    if cuts_known:
-        truncated = fields["truncated"].astype(bool)
-    elif "next_obs" in fields:  # where a row does not start at the end of the last, one was cut
-        truncated[:-1] = row_differs(fields["obs"][1:], fields["next_obs"][:-1])
+    truncated = fields.get("truncated", np.zeros(num_rows)).astype(bool)
+    num_found = 0
+    if "next_obs" in fields:
+        found = row_differs(fields["obs"][1:], fields["next_obs"][:-1])
+        found &= ~(terminated | truncated)[:-1]
+        truncated = np.append(truncated[:-1] | found, truncated[-1])
+        num_found = int(found.sum())
     truncated = cut_at_end(truncated) & ~terminated
-
-    fields |= {"action": action, "terminated": terminated, "truncated": truncated}
+    fields |= {"action": action.clip(low, high), "terminated": terminated, "truncated": truncated}
     if "next_obs" not in fields:
         fields = add_next_obs(fields, cuts_known)
+    obs_dtype = np.uint8 if is_image else np.float32
     dtypes = {"obs": obs_dtype, "next_obs": obs_dtype, "reward": np.float32, "action": action_dtype}
     for name, dtype in dtypes.items():
         fields[name] = np.ascontiguousarray(fields[name], dtype=dtype)
-
-    done = fields["terminated"] | fields["truncated"]
-    broken = row_differs(fields["obs"][1:], fields["next_obs"][:-1]) & ~done[:-1]
-    if broken.any():
-        raise InputError(
-            f"next_observations of row {broken.argmax()} is not observations of the next row, yet"
-            " neither flag ends the episode there"
-        )
-    return {name: fields[name] for name in NAMES}
+    return {name: fields[name] for name in NAMES}, num_found
 
 
 def row_differs(left: np.ndarray, right: np.ndarray) -> np.ndarray:
@@ -334,15 +483,11 @@ def add_next_obs(fields: dict[str, np.ndarray], cuts_known: bool) -> dict[str, n
         keep[last_row + 1 + np.arange(len(last_row))] = False  # the final observations
         return fields | {"obs": obs[keep], "next_obs": obs[np.flatnonzero(keep) + 1]}
     if not cuts_known:
-        raise InputError(
-            "it has neither next_observations nor truncations: nobody can tell where an episode"
-            " was cut, or what came after it"
-        )
+        missing = "it has neither next_observations nor truncations"
+        raise InputError(f"{missing}: nobody can tell where an episode was cut, or what came after")
     if len(obs) != num_rows:
-        raise InputError(
-            f"observations has {len(obs)} rows, actions has {num_rows}; expected {num_rows}, or"
-            f" {num_rows + len(last_row)} with the final observation of each episode"
-        )
+        expected = f"{num_rows}, or {num_rows + len(last_row)} with the last one of each episode"
+        raise InputError(f"observations has {len(obs)} rows; expected {expected}")
     keep = ~truncated
     if not keep.any():
         raise InputError("it has no next_observations and no episode of 2 steps")
@@ -362,26 +507,23 @@ def returns_to_go(
     is not worth 0, it is worth V of where it was cut.
     """
     assert reward.shape == terminated.shape == truncated.shape
-    rewards, ends, cuts = reward.tolist(), terminated.tolist(), truncated.tolist()
-    num_rows = len(rewards)
-    returns, discounts, last_rows = [0.0] * num_rows, [0.0] * num_rows, [0] * num_rows
-    for t in reversed(range(num_rows)):  # Python floats are doubles: no drift over long episodes
-        if ends[t] or cuts[t] or t == num_rows - 1:
-            future, discount, last_row = 0.0, 0.0 if ends[t] else 1.0, t
-        future = rewards[t] + gamma * future
-        discount = gamma * discount
-        returns[t], discounts[t], last_rows[t] = future, discount, last_row
-    M, D, last = (torch.tensor(x, device=reward.device) for x in (returns, discounts, last_rows))
-    return M, D, last
+    done = (terminated | truncated).cpu().numpy()
+    row = np.arange(len(done))
+    ends = np.append(np.flatnonzero(done[:-1]), row[-1:])  # the last rows of episodes
+    last = ends[np.searchsorted(ends, row)]
+    num_left = last - row  # rows of the episode that are still to come
+    # by doubling: the sum of 1 reward, of 2, of 4, ... In doubles: no drift over long episodes
+    returns, width = reward.cpu().numpy().astype(np.float64), 1
+    while width <= num_left.max(initial=0):
+        is_inside = num_left[:-width] >= width
+        returns[:-width] += gamma**width * is_inside * returns[width:]
+        width *= 2
+    discount = gamma ** (num_left + 1) * ~terminated.cpu().numpy()[last]
+    to_float = partial(torch.tensor, dtype=torch.float32, device=reward.device)
+    return to_float(returns), to_float(discount), torch.tensor(last, device=reward.device)
 
 
 # ---- evaluation
-
-
-def reset_memory(policy: Policy) -> None:
-    """Before an episode. A policy that remembers has a method for it."""
-    if hasattr(policy, "reset"):
-        policy.reset()
 
 
 def evaluate(
@@ -390,26 +532,32 @@ def evaluate(
     episodes: int,
     seed: int,
     rows: list[list] | None = None,
-    make_env: Callable[..., gym.Env] = make_env,
+    make_env: MakeEnv = make_env,
 ) -> np.ndarray:
     """Undiscounted returns [E] of `episodes` episodes, all stepped side by side.
 
     Episode i always starts from seed + i, in an environment of its own, so that evaluations compare
     like with like and leave training alone. An episode that is over is not stepped again: no
-    autoreset, no fake transition. Every step is appended to rows[i] if `rows` is given. A file that
-    wraps its environments gives its own make_env.
+    autoreset, no fake transition. Every step is appended to rows[i] if `rows` is given.
     """
-    reset_memory(policy)
+    if hasattr(policy, "reset"):  # it remembers
+        policy.reset()
     envs = [make_env(env_id) for _ in range(episodes)]
-    obs = np.stack([env.reset(seed=seed + i)[0] for i, env in enumerate(envs)])  # [E, O]
-    returns = np.zeros(episodes)
-    running = np.ones(episodes, dtype=bool)
+    starts = [env.reset(seed=seed + i)[0] for i, env in enumerate(envs)]
+    obs = np.stack(starts).astype(envs[0].observation_space.dtype)  # [E, O]
+    returns, running, num_steps = np.zeros(episodes), np.ones(episodes, dtype=bool), 0
     while running.any():
+        num_steps += 1
+        if num_steps > MAX_EPISODE_STEPS:
+            limit = "give it a time limit, max_episode_steps of gym.register"
+            raise InputError(f"{env_id}: an episode has no end in {num_steps - 1:,} steps; {limit}")
         action = np.array(policy(obs))  # [E, A], a copy: obs changes below
         for i in np.flatnonzero(running):
-            next_obs, reward, terminated, truncated, _ = envs[i].step(action[i])
+            next_obs, reward, terminated, truncated, info = envs[i].step(action[i])
             if rows is not None:
-                rows[i].append((obs[i].copy(), action[i], reward, next_obs, terminated, truncated))
+                played = info.get("played_action", action[i])  # FirstFire may have played another
+                transition = (obs[i].copy(), played, reward, np.array(next_obs))
+                rows[i].append((*transition, terminated, truncated))
             obs[i] = next_obs
             returns[i] += reward
             running[i] = not (terminated or truncated)
@@ -419,53 +567,543 @@ def evaluate(
 
 
 def record(
-    policy: Policy,
-    env_id: str,
-    episodes: int,
-    seed: int,
-    path: str,
-    make_env: Callable[..., gym.Env] = make_env,
+    policy: Policy, env_id: str, episodes: int, seed: int, path: str, make_env: MakeEnv = make_env
 ) -> np.ndarray:
-    """evaluate(), with every step saved in our npz layout: a dataset for any offline algorithm."""
+    """Episodes from seeds that no evaluation has (else a policy that learns from them would be
+    evaluated on what it knows), in our npz layout: a dataset for any offline algorithm."""
     rows = [[] for _ in range(episodes)]
-    returns = evaluate(policy, env_id, episodes, seed, rows, make_env)
+    returns = evaluate(policy, env_id, episodes, RECORD_SEEDS + seed, rows, make_env)
     columns = zip(*[row for episode in rows for row in episode])
-    arrays = {spellings[0]: np.stack(column) for spellings, column in zip(NAMES.values(), columns)}
-    arrays["rewards"] = arrays["rewards"].astype(np.float32)
-    save_npz(path, arrays)
+    arrays = {names[0]: np.stack(column) for names, column in zip(NAMES.values(), columns)}
+    save_npz(path, arrays | {"rewards": arrays["rewards"].astype(np.float32)})
     return returns
 
 
 def save_npz(path: str, arrays: dict[str, np.ndarray]) -> None:
-    """Under a temporary name first: a crash leaves the old file or the new one, never a half."""
-    temporary = f"{path}.tmp"
-    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    try:
-        with open(temporary, "wb") as file:
-            np.savez_compressed(file, **arrays)
-        os.replace(temporary, path)
-    finally:
-        Path(temporary).unlink(missing_ok=True)
+    save_atomically(path, lambda file: np.savez_compressed(file, **arrays))
 
 
 def capture_video(
-    policy: Policy,
-    env_id: str,
-    seed: int,
-    folder: str,
-    make_env: Callable[..., gym.Env] = make_env,
+    policy: Policy, env_id: str, seed: int, folder: str, make_env: MakeEnv = make_env
 ) -> str:
     """Film one episode; returns the path of the mp4."""
-    try:
+
+    def make_filmed(env_id: str) -> gym.Env:
         env = make_env(env_id, render_mode="rgb_array")
-        env = gym.wrappers.RecordVideo(env, folder, name_prefix=f"seed-{seed}")
-        obs, _ = env.reset(seed=seed)
-        reset_memory(policy)
-        done = False
-        while not done:
-            obs, _, terminated, truncated, _ = env.step(policy(obs[None])[0])
-            done = terminated or truncated
-        env.close()
+        return gym.wrappers.RecordVideo(env, folder, name_prefix=f"seed-{seed}")
+
+    try:
+        evaluate(policy, env_id, 1, seed, make_env=make_filmed)
     except gym.error.DependencyNotInstalled as error:
         raise InputError(f"cannot film {env_id}: {one_line(error)}") from None
     return os.path.join(folder, f"seed-{seed}-episode-0.mp4")
+
+
+# ---- runs: what every script does around its loop
+
+RULES = {  # what a limit says, and whether a value keeps to it. NaN keeps to none.
+    "> 0": lambda x: x > 0,
+    ">= 0": lambda x: x >= 0,
+    ">= 1": lambda x: x >= 1,
+    "in (0, inf)": lambda x: 0 < x < math.inf,
+    "in [0, inf)": lambda x: 0 <= x < math.inf,
+    "in (0, 1e38)": lambda x: 0 < x < 1e38,
+    "in [0, 1)": lambda x: 0 <= x < 1,
+    "in (0, 1]": lambda x: 0 < x <= 1,
+    "in [0, 1]": lambda x: 0 <= x <= 1,
+    "in [1, 2^15)": lambda x: 1 <= x < 2**15,
+    "in [0, 2^31)": lambda x: 0 <= x < 2**31,
+    "in [0, 2^63)": lambda x: 0 <= x < 2**63,
+    "finite": math.isfinite,
+}
+LIMITS = {  # of the flags that several scripts have; each script has its own beside them
+    "> 0": "total_updates total_epochs total_timesteps batch_size hidden_dim eval_interval "
+    "eval_episodes patience checkpoint_interval log_interval buffer_capacity "
+    "num_envs train_frequency refresh_interval target_interval",
+    ">= 0": "warmup_updates learning_starts",
+    ">= 1": "max_weight",
+    "in (0, inf)": "learning_rate reward_scale",
+    "finite": "reward_shift target_entropy",
+    "in [0, inf)": "alpha policy_entropy_coef",
+    "in [0, 1)": "gamma",
+    "in (0, 1]": "tau",
+    "in [0, 1]": "td_lambda",
+    "in [1, 2^15)": "torch_threads",
+    "in [0, 2^31)": "eval_seed",
+    "in [0, 2^63)": "seed",
+}
+RESUME_MAY_CHANGE = (  # the dataset may lie elsewhere now: its fingerprint must be the same
+    "total_updates total_epochs total_timesteps eval_interval checkpoint_interval log_interval "
+    "target_return patience quiet resume dataset run_dir track"
+)
+WITH_EVALUATE = "record record_replay capture_video plot"  # flags that mean nothing without it
+NEVER_SAVED = f"{WITH_EVALUATE} resume evaluate quiet run_dir"
+EVALUATE_MAY_CHANGE = (
+    f"{WITH_EVALUATE} evaluate eval_episodes eval_seed quiet device torch_threads run_dir"
+)
+
+
+def main(
+    algo: str,
+    args_type: type,
+    train: Callable,
+    load_policy: Callable,
+    evaluate: Callable | None = None,
+) -> int:
+    """The command line of a script. Beside --resume or --evaluate, the flags of that run are the
+    defaults. -> 0: done; 1: a file could not be written; 2: wrong input; 128 + signal: stopped"""
+    sys.path.append(os.getcwd())  # --env-id mypackage:MyEnv-v0
+    # TensorBoard's thread meets a full disk as we do, who say so
+    silent, loud = lambda _: None, threading.__excepthook__
+    threading.excepthook = lambda x: (silent if issubclass(x.exc_type, OSError) else loud)(x)
+    try:
+        words = whole_numbers(sys.argv[1:], args_type)
+        budget = "--total-updates" if hasattr(args_type, "total_updates") else "--total-timesteps"
+        given = {word.partition("=")[0].replace("_", "-") for word in words}
+        for flag in given & {"--total-updates", "--total-epochs", "--total-timesteps"}:
+            if not hasattr(args_type, flag[2:].replace("-", "_")):
+                raise InputError(f"there is no {flag} here: the budget is {budget}")
+        args = tyro.cli(args_type, args=words)
+        if "" in (args.resume, args.evaluate):
+            raise InputError("resume and evaluate must not be empty: is a shell variable unset?")
+        if args.resume or args.evaluate:
+            path = args.evaluate or os.path.join(args.resume, "checkpoint.pt")
+            saved = load_checkpoint(path, algo, args_type)["args"]
+            if ":" in saved["env_id"] and args.env_id != saved["env_id"]:
+                trust = f"if you trust it, give --env-id {saved['env_id']} again"
+                raise InputError(f"{path} names a module of its own, to be imported: {trust}")
+            # what writes files is taken from the command line alone
+            typed = {name: getattr(args, name) for name in NEVER_SAVED.split() if name in saved}
+            args = tyro.cli(args_type, args=words, default=args_type(**saved | typed))
+        evaluation = evaluate or partial(evaluate_checkpoint, algo, load_policy)
+        evaluation(args) if args.evaluate else train(args)
+    except (InputError, OSError) as error:
+        print(f"{algo}: {one_line(error)}", file=sys.stderr)
+        return 2 if isinstance(error, InputError) else 1
+    except (MemoryError, OverflowError, RuntimeError, TypeError) as error:
+        if not re.search("(?i)memory|alloc|overflow", repr(error)):
+            raise
+        print(f"{algo}: too large for this machine: {one_line(error)[:200]}", file=sys.stderr)
+        return 2
+    except Stopped as stop:
+        return 128 + stop.args[0]
+    except KeyboardInterrupt:
+        print(f"{algo}: stopped at once; what was saved before is intact", file=sys.stderr)
+        return 130
+    return 0
+
+
+def whole_numbers(words: list[str], args_type: type) -> list[str]:
+    """1e6 is a number of steps, too."""
+    kinds = {f"--{x.name}": (x.type, *get_args(x.type)) for x in fields(args_type)}
+    for i, (flag, word) in enumerate(pairwise(words)):
+        is_whole = re.fullmatch(r"\d+(\.\d+)?[eE]\+?\d+", word) and float(word).is_integer()
+        if is_whole and int in kinds.get(flag.replace("-", "_").replace("__", "--", 1), ()):
+            words[i + 1] = str(int(float(word)))
+    return words
+
+
+def check_types(args: Any) -> None:
+    """tyro has done it for what was typed, but not for what comes from Python or from a file."""
+    for field in fields(args):
+        name, value = field.name, getattr(args, field.name)
+        kinds = get_args(field.type) or (field.type,)
+        if get_origin(field.type) is Literal:
+            if value not in kinds:
+                raise InputError(f"{name} must be one of {kinds}, got {value}")
+        elif not isinstance(value, (*kinds, int) if float in kinds else kinds):
+            expected = " or ".join(kind.__name__ for kind in kinds)
+            raise InputError(f"{name} must be {expected}, got {value} ({type(value).__name__})")
+
+
+def check_flags(args: Any, limits: dict[str, str]) -> None:
+    """Refuse what would waste a run, before it begins. A flag that is None is not set."""
+    check_types(args)
+    for rule, names in [*LIMITS.items(), *limits.items()]:
+        for name in names.split():
+            value = getattr(args, name, None)
+            if value is not None and not RULES[rule](value):
+                raise InputError(f"{name} must be {rule}, got {value}")
+    for name in WITH_EVALUATE.split():
+        value = getattr(args, name, None)
+        if value and name.startswith("record") and not value.endswith(".npz"):
+            raise InputError(f"{name} must be a name that ends in .npz, got {value}")
+        if value and not args.evaluate:
+            raise InputError(f"{name} must be used with --evaluate, got {value}")
+    if args.resume and args.evaluate:
+        raise InputError(f"resume must be used without --evaluate, got {args.resume}")
+
+
+def check_unchanged(args: Any, saved: dict, may_change: str, mode: str) -> None:
+    """A flag that is typed beside --resume or --evaluate either works or is refused."""
+    for name, value in asdict(args).items():
+        if value != saved[name] and name not in may_change.split():
+            raise InputError(f"{mode} keeps {name} = {saved[name]} of the run, got {value}")
+
+
+def pick_device(device: str) -> torch.device:
+    if device == "auto":
+        gpus = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+        device = next((name for name, is_here in gpus.items() if is_here), "cpu")
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError):
+        raise InputError(f"device {device} is not available here; try --device cpu") from None
+
+
+def keep_freed_memory() -> None:
+    """glibc gives freed activations back to the OS and takes them again page by page. Keeping them
+    makes an update up to a quarter faster (benchmark/NOTES.md); other systems need no such help."""
+    trim_threshold, mmap_max = -1, -4  # their numbers in malloc.h
+    if sys.platform == "linux" and hasattr(ctypes.CDLL(None), "mallopt"):
+        ctypes.CDLL(None).mallopt(mmap_max, 0)
+        ctypes.CDLL(None).mallopt(trim_threshold, 2**31 - 1)
+
+
+def lr_factor(update: int, total: int, schedule: str, warmup: int) -> float:
+    """What the learning rate is multiplied with at an update (1 is the first)."""
+    if update <= warmup:
+        return update / warmup
+    progress = (update - 1 - warmup) / max(1, total - warmup)  # 0 at first, just below 1 at the end
+    if schedule == "linear":
+        return 1 - progress
+    if schedule == "cosine":
+        return 0.5 * (1 + math.cos(math.pi * progress))
+    return 1.0
+
+
+def is_due(step: int, interval: int, stride: int = 1) -> bool:
+    """Whether a multiple of the interval lies in the last `stride` steps, this one included."""
+    return step // interval > (step - stride) // interval
+
+
+def save_atomically(path: str, write: Callable[[BinaryIO], None]) -> None:
+    """The file gets its name only when it is complete: a crash in the middle of a save, or a full
+    disk, leaves the file before it as it was."""
+    temporary = f"{path}.tmp"
+    try:
+        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+        with open(temporary, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except (OSError, RuntimeError) as error:  # torch.save turns a full disk into a RuntimeError
+        reason = error.strerror if isinstance(error, OSError) else "no space left on the disk?"
+        raise OSError(f"cannot write {path}: {reason}; what was saved before is intact") from None
+    finally:
+        if os.path.exists(temporary):
+            os.remove(temporary)
+
+
+def load_checkpoint(path: str, algo: str, args_type: type) -> dict:
+    """No code in the file is run (weights_only); its tensors are read when they are used (mmap)."""
+    if os.path.isdir(path):
+        raise InputError(f"{path} is a folder; a checkpoint is a file, for example {path}/best.pt")
+    if os.path.isfile(os.path.dirname(path)):
+        raise InputError(f"{os.path.dirname(path)} is a file; --resume takes the folder of a run")
+    if not os.path.isfile(path):
+        raise InputError(f"there is no checkpoint {path}")
+    with told_of_checkpoint(path, algo):
+        damaged = first_damage(path, os.stat(path).st_mtime_ns)
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        saved_algo, saved_flags = checkpoint["algo"], checkpoint["args"].keys()
+        assert damaged is None and isinstance(checkpoint["step"], int), f"{damaged} is damaged"
+    if saved_algo != algo:
+        raise InputError(f"{path} is a checkpoint of {saved_algo}, not of {algo}")
+    if saved_flags != {field.name for field in fields(args_type)}:
+        raise InputError(f"{path} was made by another version of {algo}.py: its flags differ")
+    check_types(args_type(**checkpoint["args"]))
+    return checkpoint
+
+
+@cache
+def first_damage(path: str, time_of_change: int) -> str | None:
+    """A part of the file that is not what was written: torch itself would not notice."""
+    with zipfile.ZipFile(path) as file:
+        return file.testzip()
+
+
+def get_state(part: Any) -> Any:
+    """What a checkpoint holds of a part of a run. A number, a list, a string: itself."""
+    if isinstance(part, np.ndarray):
+        return torch.from_numpy(part)
+    # of networks, optimisers and buffers; of generators; of tensors
+    for method in ("state_dict", "get_state", "detach"):
+        if hasattr(part, method):
+            return getattr(part, method)()
+    return part
+
+
+@torch.no_grad()
+def set_state(part: Any, state: Any) -> None:
+    """The way back, in place. A number has no place: a script reads it from run.saved."""
+    if isinstance(part, torch.optim.Optimizer):
+        state = deepcopy(state)  # it would keep tensors that are mapped from the file
+    for method in ("load_state_dict", "set_state", "copy_"):
+        if hasattr(part, method):
+            getattr(part, method)(state)
+
+
+class Run:
+    """The folder of a run with its logs and checkpoints, and when to stop. Around a loop:
+
+    run = Run(ALGO, args, LIMITS)  # with --resume, run.saved is the checkpoint
+    run.start(total, parts, about)  # the parts of a resumed run take up their state
+    for step in run.steps():
+        ...  # run.log, run.evaluate, run.save
+    return run.finish()
+    """
+
+    def __init__(self, algo: str, args: Any, limits: dict[str, str]):
+        paths = {x: os.fspath(y) for x, y in vars(args).items() if isinstance(y, os.PathLike)}
+        args = replace(args, **paths)
+        check_flags(args, limits)
+        keep_freed_memory()
+        if args.torch_threads is not None:
+            torch.set_num_threads(args.torch_threads)
+        self.algo, self.device, self.saved = algo, pick_device(args.device), {}
+        # as it turned out to be: on another device, a resumed run would get other bits
+        self.args = replace(args, device=self.device.type)
+        env_name = re.sub(r"[^0-9A-Za-z_]", "-", args.env_id)
+        now = f"{datetime.now():%Y%m%d-%H%M%S-%f}"  # a loop of the shell starts several at once
+        self.folder = args.resume or args.run_dir or f"runs/{algo}__{env_name}__{args.seed}__{now}"
+        path = f"{self.folder}/checkpoint.pt"
+        if args.resume:
+            self.saved = load_checkpoint(path, algo, type(args))
+            check_unchanged(self.args, self.saved["args"], RESUME_MAY_CHANGE, "--resume")
+            if "log_position" not in self.saved:
+                raise InputError(f"{path} is a best.pt: it acts, but it cannot be resumed")
+        elif os.path.exists(path):
+            another = "--resume it, or give another --run-dir"
+            raise InputError(f"{self.folder} holds a run already: {another}")
+
+    def check_replay(self, obs: np.ndarray) -> None:
+        """A resumed run is to be where it was, after the actions that start_episode played."""
+        if self.saved and not np.array_equal(obs, self.saved["current_obs"]):
+            env_id = self.args.env_id
+            raise InputError(f"{env_id} plays another episode from the same seed: no resume")
+
+    def start(self, total: int, parts: dict[str, Any], about: str, first_step: int = 0) -> None:
+        """Everything is built: give the parts of a resumed run their state, and open the logs."""
+        args, saved = self.args, self.saved
+        self.unit = "update" if hasattr(args, "total_updates") else "step"
+        if saved:
+            if saved.get("fingerprint") != parts.get("fingerprint"):
+                raise InputError(f"{args.dataset} is not the data that the run began with")
+            old_updates = saved["args"].get("total_updates")
+            if getattr(args, "total_epochs", None) and args.total_updates != old_updates:
+                raise InputError(f"{self.folder} is counted in epochs: give --total-epochs instead")
+            if saved["step"] >= total:
+                done = f"{self.folder} is at {self.unit} {saved['step']} already"
+                raise InputError(f"{done}: give it a larger budget")
+        self.total, self.first_step, self.is_fresh = total, first_step, not saved
+        self.reason, self.signal = "", 0  # why the run stops
+        self.step = saved.get("step", first_step)
+        with told_of_checkpoint(f"{self.folder}/checkpoint.pt", self.algo):
+            for name in parts if saved else ():
+                set_state(parts[name], saved[name])
+            self.best_return = float(saved.get("best_return", -math.inf))
+            self.evals_since_best = int(saved.get("evals_since_best", 0))
+            position = saved.get("log_position", {"seconds": 0, "num_bytes": 0, "last_eval": 0})
+            self.last_eval, num_bytes = float(position["last_eval"]), int(position["num_bytes"])
+            self.clock = time.perf_counter() - position["seconds"]
+        num_updates = saved.get("num_updates", max(self.step, 0))  # of an offline run: its steps
+        self.counted = (num_updates, self.step, self.seconds())
+        self.saved = {}  # it may hold a copy of a large buffer
+        self.args = replace(args, resume=None)
+        self.open_logs(num_bytes)
+        is_hidden = args.quiet or not sys.stdout.isatty()
+        self.bar = tqdm(total=total, initial=max(self.step, 0), disable=is_hidden, file=sys.stdout)
+        self.say(f"{self.algo} on {args.env_id}: {about}\nrun: {self.folder} on {self.device}")
+
+    def open_logs(self, num_bytes: int) -> None:
+        """Two runs never share a folder: metrics.csv is locked while a run lives. What a killed run
+        wrote there after its checkpoint, from num_bytes on, comes once more."""
+        from torch.utils.tensorboard import SummaryWriter  # slow to import
+
+        with told_in_one_line(f"cannot use {self.folder} as run_dir"):
+            os.makedirs(self.folder, exist_ok=True)
+            self.file = open(f"{self.folder}/metrics.csv", "a", newline="")  # noqa: SIM115
+        with contextlib.suppress(ImportError):  # Windows has no such lock
+            import fcntl
+
+            try:
+                fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise InputError(f"{self.folder} is in use by another run") from None
+        text = json.dumps(asdict(self.args), indent=2)
+        save_atomically(f"{self.folder}/args.json", lambda file: file.write(text.encode()))
+        self.file.truncate(min(num_bytes, self.file.tell()))
+        self.csv = csv.writer(self.file)
+        if self.file.tell() == 0:
+            self.csv.writerow(["step", "seconds", "key", "value"])
+        self.tracker = self.start_wandb() if self.args.track else None
+        purge_step = None if self.is_fresh else self.step + 1
+        self.tensorboard = SummaryWriter(self.folder, purge_step=purge_step)
+        if self.is_fresh:
+            self.tensorboard.add_text("args", f"```\n{text}\n```")
+
+    def start_wandb(self) -> Any:
+        """Weights & Biases gets what TensorBoard gets, so it has to be there first. Its own files
+        lie beside the folder of the run: inside, every scalar would be read twice."""
+        try:
+            import wandb  # an optional package
+        except ImportError:
+            raise InputError("--track needs a package: pip install wandb") from None
+        with told_in_one_line("cannot track the run"):  # not logged in, no network
+            parent, name = os.path.split(os.path.abspath(self.folder))
+            config = asdict(self.args)
+            return wandb.init(name=name, config=config, dir=parent, sync_tensorboard=True)
+
+    def seconds(self) -> float:
+        return time.perf_counter() - self.clock
+
+    def say(self, text: str) -> None:
+        if not self.args.quiet:
+            try:
+                self.bar.write(text)
+                sys.stdout.flush()
+            except BrokenPipeError:  # the reader is gone (`| head`): save and stop
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                self.signal = self.signal or signal.SIGTERM
+
+    def steps(self, stride: int = 1) -> Iterator[int]:
+        """Until the budget is spent, or evaluate() finds a reason to stop. Ctrl-C and SIGTERM are
+        noted, so that they tear nothing apart: the next step is the last. A second one has its
+        usual effect."""
+        in_main_thread = threading.current_thread() is threading.main_thread()  # Python's condition
+        numbers = [signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)]
+        numbers = set(numbers) if in_main_thread else ()
+        handlers = {number: signal.signal(number, self.note) for number in numbers}
+        self.restore = lambda: [signal.signal(*handler) for handler in handlers.items()]
+        self.stride = stride
+        try:
+            while not self.reason:
+                self.step += stride
+                if self.step >= self.total:
+                    self.reason = "the budget is spent"
+                elif self.signal:
+                    self.reason = f"{signal.Signals(self.signal).name} was received"
+                yield self.step
+        finally:  # also if the loop is left by an exception, which frees this generator
+            self.restore()
+
+    def note(self, number: int, frame) -> None:
+        self.signal = number
+        self.restore()
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this step is the last. evaluate() can decide it."""
+        return bool(self.reason)
+
+    def log(
+        self, scalars: dict[str, float], updates: int | None = None, lower: str = "--learning-rate"
+    ) -> None:
+        """To metrics.csv and TensorBoard; given the number of updates so far, with the speed since
+        the last such entry. A loss that is not finite ends the run and names flags to lower."""
+        if updates is not None:
+            now = (updates, self.step, self.seconds())
+            num_updates, num_steps, seconds = (new - old for new, old in zip(now, self.counted))
+            self.counted = now
+            speeds = {"charts/updates_per_second": num_updates / seconds}
+            if self.unit == "step":
+                speeds["charts/env_steps_per_second"] = num_steps / seconds
+            scalars = speeds | scalars
+        for key, value in scalars.items():
+            self.csv.writerow([self.step, f"{self.seconds():.3f}", key, f"{value:.7g}"])
+            self.tensorboard.add_scalar(key, value, self.step)
+        self.file.flush()
+        self.bar.update(max(self.step, 0) - self.bar.n)
+        for key, value in scalars.items():
+            if key.startswith("losses/") and not math.isfinite(value):
+                message = f"{key} is {value} at {self.unit} {self.step}: it diverged"
+                raise InputError(f"{message}; lower {lower}")
+
+    def evaluate(self, policy: Policy, acting: dict, make_env: MakeEnv = make_env) -> None:
+        """The best so far is kept in best.pt: the parts that act. An early stop is decided here."""
+        args, names = self.args, ("mean", "std", "min", "max")
+        episodes = (policy, args.env_id, args.eval_episodes, args.eval_seed)
+        returns = evaluate(*episodes, make_env=make_env)
+        mean = self.last_eval = returns.mean().item()
+        self.log({f"eval/return_{name}": getattr(returns, name)() for name in names})
+        self.bar.set_postfix_str(f"eval {mean:.1f}")
+        self.say(
+            f"{self.step:>9,}/{self.total:,}  eval return {mean:8.1f} +- {returns.std():.1f}"
+            f" ({len(returns)} episodes)  {self.seconds():.0f} s"
+        )
+        # what counts is on the grid, so that N + N steps and 2N stop early at the same one; the
+        # untrained policy does not count, either
+        if self.step == self.first_step or not is_due(self.step, args.eval_interval, self.stride):
+            return
+        self.evals_since_best += 1
+        if mean > self.best_return:
+            self.best_return, self.evals_since_best = mean, 0
+            self.write("best.pt", acting)
+        if args.target_return is not None and mean >= args.target_return:
+            self.reason = f"an evaluation reached the target of {args.target_return}"
+        elif args.patience is not None and self.evals_since_best >= args.patience:
+            self.reason = f"the last {args.patience} evaluations were not better"
+
+    def save(self, parts: dict[str, Any]) -> None:
+        """checkpoint.pt: the parts, and where the run is."""
+        position = {"step": self.step, "seconds": self.seconds(), "num_bytes": self.file.tell()}
+        place = {"best_return": self.best_return, "evals_since_best": self.evals_since_best}
+        place["log_position"] = position | {"last_eval": self.last_eval}
+        self.write("checkpoint.pt", parts | place)
+
+    def write(self, name: str, parts: dict[str, Any]) -> None:
+        state = {"algo": self.algo, "args": asdict(self.args), "step": self.step}
+        state |= {part_name: get_state(part) for part_name, part in parts.items()}
+        save_atomically(f"{self.folder}/{name}", partial(torch.save, state))
+
+    def finish(self) -> dict[str, float]:
+        """Say how to go on. -> what train() returns"""
+        script = sys.modules[type(self.args).__module__].__file__
+        command, folder = f"python {os.path.relpath(script)}", shlex.quote(self.folder)
+        budget = "total-updates" if self.unit == "update" else "total-timesteps"
+        budget = "total-epochs" if getattr(self.args, "total_epochs", None) else budget
+        more = "" if self.step < self.total else f" --{budget} <more>"
+        saved = "best.pt" if self.best_return > -math.inf else "checkpoint.pt"
+        self.say(f"stopped at {self.unit} {self.step:,}: {self.reason}")
+        self.say(f"resume: {command} --resume {folder}{more}")
+        self.say(f"evaluate: {command} --evaluate {folder}/{saved}")
+        for log in (self.bar, self.file, self.tensorboard):
+            log.close()
+        if self.tracker:
+            self.tracker.finish()
+        if self.reason.endswith("was received"):
+            raise Stopped(self.signal)
+        result = {"eval/return_mean": self.last_eval, "eval/best_return": self.best_return}
+        return {"step": self.step, **result}
+
+
+def evaluate_checkpoint(
+    algo: str, load_policy: Callable, args: Any, make_env: MakeEnv = make_env, may_change: str = ""
+) -> dict[str, float]:
+    """--evaluate: the checkpoint's policy on fresh episodes, which can be recorded and filmed.
+    may_change: flags of the script that need not be those of the run."""
+    check_flags(args, {})
+    path, seed = args.evaluate, args.eval_seed
+    saved = load_checkpoint(path, algo, type(args))["args"]
+    check_unchanged(args, saved, f"{EVALUATE_MAY_CHANGE} {may_change}", "--evaluate")
+    if args.torch_threads is not None:
+        torch.set_num_threads(args.torch_threads)
+    with told_of_checkpoint(path, algo):
+        policy = load_policy(path, **asdict(args))
+    run_episodes = partial(record, path=args.record) if args.record else evaluate
+    returns = run_episodes(policy, args.env_id, args.eval_episodes, seed, make_env=make_env)
+    report = (
+        f"{path}: return mean {returns.mean():.1f} std {returns.std():.1f}"
+        f" min {returns.min():.1f} max {returns.max():.1f} over {len(returns)} episodes"
+    )
+    if args.record:
+        first = f"{RECORD_SEEDS + seed:,}"
+        report += f"\nrecorded in {args.record}: these episodes, from seed {first} on"
+    if args.capture_video:
+        folder = os.path.join(os.path.dirname(path), "videos")
+        report += f"\nfilmed in {capture_video(policy, args.env_id, seed, folder, make_env)}"
+    if not args.quiet:
+        print(report)
+    return {"eval/return_mean": returns.mean().item()}

@@ -21,8 +21,8 @@ import tyro
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from algos import fqf
 from benchmark import report, run
+from benchmark.distributions import plot_episode
 
 EPISODES = {  # figure -> row of run.py
     "fractions.png": "fqf__CartPole-v1__none__default",
@@ -77,7 +77,7 @@ def draw_entropy(curves: dict[str, list[tuple[np.ndarray, np.ndarray]]], path: P
 def main(options: Options) -> None:
     for name, row in EPISODES.items():
         checkpoint = options.runs / row / "1" / "checkpoint.pt"
-        fqf.plot_episode(str(checkpoint), str(options.results / name), eval_seed=0)
+        plot_episode(str(checkpoint), str(options.results / name), eval_seed=0)
     curves = {label: entropy_curves(options.results, row) for label, row in CURVES.items()}
     draw_entropy(curves, options.results / "fraction_entropy.png")
 

@@ -90,10 +90,11 @@ def rollout_errors(
 @torch.no_grad()
 def measure(env_id: str, options: Options) -> list[dict]:
     """-> rows of model_error.csv"""
-    checkpoint = mbpo.load_checkpoint(str(options.runs / row_name(env_id) / "1" / "checkpoint.pt"))
+    path = options.runs / row_name(env_id) / "1" / "checkpoint.pt"
+    checkpoint = common.load_checkpoint(str(path), mbpo.ALGO, mbpo.Args)
     args = mbpo.Args(**checkpoint["args"])
-    obs_dim, action_dim = mbpo.check_spaces(common.make_env(env_id))
-    actor = mbpo.GaussianActor(obs_dim, action_dim, args.hidden_dim)
+    (obs_dim,), action_dim, _ = common.check_spaces(common.make_env(env_id))
+    actor = mbpo.GaussianActor(obs_dim, action_dim, [args.hidden_dim] * 2)
     actor.load_state_dict(checkpoint["actor"])
     sizes = (args.num_members, args.num_elites, obs_dim, action_dim, args.model_hidden_dim)
     model = mbpo.Dynamics(*sizes, learns_end=env_id not in mbpo.TERMINATION)

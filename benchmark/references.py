@@ -26,13 +26,10 @@ from benchmark.speed import install
 # script, row of ours, what the peer's row ends with, seeds
 RUNS = (
     ("learn_d3rlpy_crr", "crr__Pendulum-v1__random-100000__mean-binary", "d3rlpy", 2),
-    ("learn_d3rlpy_crr", "crr__Pendulum-v1__shipped__mean-binary", "d3rlpy", 2),
     ("learn_axiomrl", "awr__Pendulum-v1__shipped__default", "axiomrl", 2),
     ("learn_axiomrl", "marwil__Pendulum-v1__shipped__default", "axiomrl", 2),
     ("learn_imitation_gail", "gail__Pendulum-v1__Pendulum-v1-expert__default", "imitation", 2),
-    ("learn_imitation_gail", "gail__CartPole-v1__CartPole-v1-expert__default", "imitation", 2),
     ("learn_tianshou_fqf", "fqf__CartPole-v1__none__default", "tianshou", 2),
-    ("learn_sbx_sac", "rlpd__Pendulum-v1__shipped__sac", "sbx-sac", 2),
     (
         "learn_sbx_sac",
         "rlpd__Pendulum-v1__shipped__sac-data-in-buffer",
@@ -40,8 +37,6 @@ RUNS = (
         2,
     ),
     ("learn_mbrl_mbpo", "mbpo__Pendulum-v1__none__default", "mbrl", 2),
-    ("learn_sbx_sac", "mbpo__Pendulum-v1__none__sac", "sbx-sac", 2),
-    ("learn_sbx_sac", "mbpo__Pendulum-v1__none__sac-10-updates", "sbx-sac-10-updates", 2),
 )
 
 

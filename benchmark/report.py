@@ -1,16 +1,17 @@
-"""Turn the results of benchmark/run.py into tables and learning curves, and put them in the README
-and on a page.
+"""Turn the results of benchmark/run.py into tables and learning curves, and put them where they are
+read.
 
-    python benchmark/report.py           print the tables, draw the figures, update README and page
-    python benchmark/report.py --check   write nothing; exit code 1 if README or page is out of date
+    python benchmark/report.py           draw the figures, update all that is generated
+    python benchmark/report.py --check   write nothing; exit code 1 if something is out of date
     python benchmark/report.py --results runs/again     results that are not the published ones:
                                                         all that is made of them goes there, too
 
-The page is one file that works without a network: curves to hover and filter, a table to sort, and
-the command of each row. Its HTML, style and script are benchmark/page.html.
+Generated are: the table at the top of README.md; of each algos/<name>.md its table of results and
+what it quotes from the code; the tables of benchmark/SPEED.md (measured by benchmark/speed.py); and
+benchmark/results/index.html, one file that works without a network: curves to hover and filter, a
+table to sort, and the command of each row. Its HTML, style and script are benchmark/page.html.
 
 A row of a table is one folder results/<algo>__<env>__<dataset>__<variant>/ with a run per seed.
-Where several algorithms were trained on the same data, a table of all of them comes first.
 
 The last evaluation of a run says what training ends with, the best one what early stopping on the
 true return would have kept. They are reported apart: a maximum of noisy numbers is too high by its
@@ -19,12 +20,15 @@ nature, and offline it needs the environment that one does not have.
 Shapes: S seeds, T tasks, E evaluations, R resamples.
 """
 
+import ast
 import csv
 import json
 import math
 import os
+import re
 import shlex
 import sys
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,25 +42,15 @@ from benchmark import run
 
 RESULTS = ROOT / "benchmark" / "results"
 PAGE = ROOT / "benchmark" / "page.html"  # the template
-EMPTY_README = b"""# Results
-
-<!-- glance:begin --><!-- glance:end -->
-
-<!-- results:begin --><!-- results:end -->
-"""
 NUM_RESAMPLES = 10_000
 HEADER = (
-    "| variant | seeds | {unit} | random policy | behaviour policy | BC "
-    "| last: IQM [95 % interval] | last: mean [95 % interval] | best: IQM [95 % interval] |"
+    "| task | variant | seeds | {unit} | random policy | behaviour policy "
+    "| last: IQM [95 % interval] | best: IQM [95 % interval] |"
 )
 NOTE = """\
-Made by `python benchmark/report.py`. Returns are means over the evaluation episodes. IQM is the
-interquartile mean over seeds; in brackets stand 95 % bootstrap intervals. *Last* is the policy at
-the end of training; *best* is the highest evaluation of each run, which flatters. *BC* is the last
-IQM of behaviour cloning on the same data. A variant that is named after a library (axiomrl, d3rlpy,
-imitation, mbrl, sbx, tianshou) is its own code with the same data and budget; its script in
-`benchmark/peers/` says what else is the same and what is not. `ppo` and `dqn`, of
-Stable-Baselines3, had Dreamer's pixels and half an hour of one core, which is many more steps."""
+Mean return, IQM over seeds. *Last* is the end of training, *best* the highest evaluation of each
+run, which flatters. [How to read this table](../benchmark/README.md#the-tables)."""
+OLDER = "\u2020 Made by older code: its numbers may change when it is made again."
 
 MAIN_VARIANT = {"crr": "mean-binary"}  # of each algorithm, beside the others; else "default"
 CLONES = ("marwil", "crr")  # whose behaviour cloning stands beside them all: the first there is
@@ -66,73 +60,102 @@ ABLATIONS = {f"{algo}-ablation": algo for algo in ONLINE}  # whose default stand
 # Okabe and Ito's colours, which colour-blind readers can tell apart, without yellow (too pale).
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 
-# The panels of overview.png, in the order in which the README teaches the files: of each algorithm
-# a task that it learns, with as many seeds and as different from its neighbours' as there are.
-OVERVIEW = {
-    "awr": ("Pendulum-v1", "shipped"),
-    "marwil": ("CartPole-v1", "shipped"),
-    "crr": ("Pendulum-v1", "random-100000"),
-    "rlpd": ("MountainCarContinuous-v0", "shipped"),
-    "mbpo": ("InvertedPendulum-v5", "none"),
-    "fqf": ("CartPole-v1", "none"),
-    "gail": ("Pendulum-v1", "Pendulum-v1-expert"),  # CartPole needs no expert: see the README
-    "dreamer": ("PixelCatch-v0", "none"),
-}
 
-# The lines of the table at the top of the README: of each algorithm a task on which somebody else's
-# code was measured, too, which of its variants that are, and what the paper reports. No paper has
-# one of these tasks: a figure says its own, and stands here only if we read it in the authors' own
-# text.
-UNREAD = "no figure that we could check"
-GLANCE = {
-    "awr": (
+@dataclass(frozen=True)
+class Headline:
+    """A line of the table in README.md, and a panel of its figure."""
+
+    title: str
+    paper: str
+    learns_from: str
+    actions: str
+    task: tuple[str, str]  # environment, dataset
+    references: tuple[str, ...]  # rows of other people's code on that task
+
+
+ANY, CONTINUOUS, DISCRETE = "continuous, discrete", "continuous", "discrete"
+HEADLINES = {
+    "awr": Headline(
+        "AWR",
+        "https://arxiv.org/abs/1910.00177",
+        "a dataset",
+        ANY,
         ("Pendulum-v1", "shipped"),
         ("axiomrl",),
-        "HalfCheetah, online: 9,121 after 33 million steps (authors' log)",
     ),
-    "marwil": (("Pendulum-v1", "shipped"), ("axiomrl",), UNREAD),
-    "crr": (("Pendulum-v1", "random-100000"), ("d3rlpy",), UNREAD),
-    "rlpd": (
+    "marwil": Headline(
+        "MARWIL",
+        "https://papers.nips.cc/paper/2018/hash/4aec1b3435c52abbdf8334ea0e7141e0-Abstract.html",
+        "a dataset",
+        ANY,
         ("Pendulum-v1", "shipped"),
-        ("sbx-sac", "sbx-sac-data-in-buffer"),
-        "its own benchmarks: 2.5 x earlier methods (abstract)",
+        ("axiomrl",),
     ),
-    "mbpo": (
+    "crr": Headline(
+        "CRR",
+        "https://arxiv.org/abs/2006.15134",
+        "a dataset",
+        ANY,
+        ("Pendulum-v1", "random-100000"),
+        ("d3rlpy",),
+    ),
+    "rlpd": Headline(
+        "RLPD",
+        "https://arxiv.org/abs/2302.02948",
+        "the environment and a dataset",
+        CONTINUOUS,
+        ("Pendulum-v1", "shipped"),
+        ("sbx-sac-data-in-buffer",),
+    ),
+    "mbpo": Headline(
+        "MBPO",
+        "https://arxiv.org/abs/1906.08253",
+        "the environment",
+        CONTINUOUS,
         ("Pendulum-v1", "none"),
-        ("mbrl", "sbx-sac", "sbx-sac-10-updates"),
-        "Ant: its 300,000 steps match 3 million of SAC (figure 2)",
+        ("mbrl",),
     ),
-    "fqf": (("CartPole-v1", "none"), ("tianshou",), UNREAD),
-    "gail": (
+    "fqf": Headline(
+        "FQF",
+        "https://arxiv.org/abs/1911.02140",
+        "the environment, also its images",
+        DISCRETE,
+        ("CartPole-v1", "none"),
+        ("tianshou",),
+    ),
+    "gail": Headline(
+        "GAIL",
+        "https://arxiv.org/abs/1606.03476",
+        "the environment and an expert, no reward",
+        ANY,
         ("Pendulum-v1", "Pendulum-v1-expert"),
         ("imitation",),
-        "Hopper, 4 trajectories of 50 steps: 3,614, expert 3,571, BC 51 (table 3)",
     ),
-    "dreamer": (
-        ("MinAtar-Breakout-v1", "none"),
-        ("ppo", "dqn"),
-        "Atari 100k, 26 games: 125 % of a gamer on average, median 49 % (table 9)",
+    "dreamer": Headline(
+        "DreamerV3",
+        "https://arxiv.org/abs/2301.04104",
+        "the environment, also its images",
+        DISCRETE,
+        ("PixelCatch-v0", "none"),
+        (),
     ),
 }
-GLANCE_HEADER = (
-    "| algorithm | task | random policy | behaviour policy | BC "
-    "| ours: IQM [95 % interval] (seeds) | a reference: IQM (seeds) | the paper | command |"
+HEADLINE_HEADER = (
+    "| algorithm | file | lines | learns from | actions | task (random policy) "
+    "| ours: IQM [95 % interval] (seeds) | a reference: IQM (seeds) |"
 )
-GLANCE_NOTE = """\
-Made by `python benchmark/report.py` from the last evaluation of every run. The command makes a row
-again, beside what is published; `python benchmark/report.py --results runs/again` then shows it. A
-reference had the same data and budget and was not tuned (`python benchmark/references.py`). RLPD's
-is SAC, without the data and with them; Dreamer's are no Dreamers: `ppo` and `dqn` had the same
-pixels and half an hour of one core, which is many more steps (`benchmark/peers/sb3_pixels.py`)."""
+HEADLINE_NOTE = """\
+Mean return of the last evaluation. A reference is another library with the same data and budget,
+[not tuned](benchmark/README.md#references). RLPD's reference is SAC that starts with the dataset in
+its replay buffer. CRR's row is on random data, which is harder than the shipped data of AWR and
+MARWIL. Dreamer's best possible return is 1."""
 
 
 @dataclass
 class Options:
-    results: Path = RESULTS  # folders <row>/<seed>/metrics.csv
-    readme: Path | None = None  # with the markers of results and of glance [ours; else in results]
-    figures: Path | None = None  # where the PNGs go [results]
-    page: Path | None = None  # all results, to be hovered [index.html in results]
-    check: bool = False  # write nothing, exit with 1 if the README or the page is out of date
+    results: Path = RESULTS  # folders <row>/<seed>/metrics.csv; figures and index.html go there
+    root: Path | None = None  # of README.md and algos/ [the repo, if the results are the published]
+    check: bool = False  # write nothing, exit with 1 if anything is out of date
 
 
 @dataclass
@@ -142,6 +165,7 @@ class Run:
     steps: np.ndarray  # [E] rising
     returns: np.ndarray  # [E]
     behaviour: float | None  # mean return of the dataset's episodes
+    is_older: bool = False  # made by older code
 
 
 Results = dict[tuple[str, ...], list[Run]]  # (algo, env, dataset, variant) or ("random", env)
@@ -219,14 +243,17 @@ def read_run(path: Path) -> Run:
 
 def read_results(folder: Path) -> Results:
     results: Results = {}
+    ours = {row.name: run.GENERATION[row.algo] for row in run.TABLE}
     for path in sorted(folder.glob("*/*/metrics.csv")):
-        row, run = tuple(path.parts[-3].split("__")), read_run(path)
+        name = path.parts[-3]
+        row, one = tuple(name.split("__")), read_run(path)
         is_random = row[0] == "random" and len(row) == 2
         if len(row) != 4 and not is_random:
             raise ReportError(f"{path}: not in a folder <algo>__<env>__<dataset>__<variant>")
-        if run.steps[-1] == 0 and not is_random:
+        if one.steps[-1] == 0 and not is_random:
             raise ReportError(f"{path}: no evaluation after step 0, nothing was trained")
-        results.setdefault(row, []).append(run)
+        one.is_older = name in ours and run.generation_of(path) < ours[name]
+        results.setdefault(row, []).append(one)
     if all(len(row) == 2 for row in results):
         raise ReportError(f"no results in {folder}: run python benchmark/run.py first")
     return results
@@ -253,6 +280,9 @@ def side_by_side(results: Results) -> Results:
         for task in {row[1:3] for row in results if row[0] == name}:
             runs = results.get((algo, *task, "default"))
             together |= {(name, *task, algo): runs} if runs else {}
+    for row in results:  # what GAIL's rows "few" see, cloned
+        if row[0] == "marwil" and row[2] == f"{row[1]}-few":
+            together["gail", row[1], f"{row[1]}-expert", "few-bc"] = results[row]
     return together
 
 
@@ -337,8 +367,13 @@ def title(group: tuple[str, ...]) -> str:
     return ", ".join(part for part in group if part not in ("all", "none"))
 
 
+def rounded(value: float | None) -> float | None:
+    """One digit, two where returns are small. Without -0.0."""
+    return None if value is None else round(float(value), 1 if abs(value) >= 10 else 2) + 0.0
+
+
 def number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1f}"
+    return "-" if value is None else f"{rounded(value):.{1 if abs(value) >= 10 else 2}f}"
 
 
 def span(values: list[int]) -> str:
@@ -358,37 +393,115 @@ def in_brackets(value: float, *interval: float) -> str:
     return f"{number(value)} [{', '.join(map(number, interval))}]" if interval else number(value)
 
 
-def table(results: Results, group: tuple[str, ...]) -> str:
-    lines = [HEADER.format(unit=unit(group)), "| :-- |" + " --: |" * 8]
-    compare = [number(value) for value in references(results, group).values()]
-    for variant, runs in group_of(results, group).items():
-        last, best = last_and_best(runs)
-        budget = span([run.steps[-1] for run in runs])
-        scores = (estimate(last, iqm), estimate(last, mean), estimate(best, iqm))
-        cells = [variant, str(len(runs)), budget, *compare]
-        cells += [in_brackets(*score) for score in scores]
-        lines.append(f"| {' | '.join(cells)} |")
+def named(variant: str, runs: list[Run]) -> str:
+    return f"{variant} \u2020" if any(run.is_older for run in runs) else variant
+
+
+def tasks_of(results: Results, algo: str) -> dict[tuple[str, ...], dict[str, list[Run]]]:
+    """Task -> variant -> runs: the algorithm's own, its ablations, others on the same data, and
+    cloning at the end. The task of the README comes first."""
+    names = (algo, f"{algo}-ablation")  # where it only clones, it does so for others
+    tasks = {row[1:3] for row in results if row[0] in names and row[3] != "bc"}
+    found, first = {}, HEADLINES[algo].task if algo in HEADLINES else ()
+    for task in sorted(tasks, key=lambda task: (task != first, task)):
+        variants = {}
+        for name in together_with(algo):
+            variants |= group_of(results, (name, *task))
+        variants.pop(algo, None)  # in the last two it is the default once more
+        bc = variants.pop("bc", None) or clones_of(results, task)
+        order = sorted(variants, key=lambda variant: variant != main_variant(algo))  # stable
+        found[task] = {variant: variants[variant] for variant in order} | ({"bc": bc} if bc else {})
+    return found
+
+
+def together_with(algo: str) -> tuple[str, ...]:
+    """The first parts of the groups that a page shows."""
+    return (algo, f"{algo}-ablation") + (() if algo in ONLINE else ("all",))
+
+
+def table(results: Results, algo: str) -> str:
+    """All that was measured with one algorithm: a line per task and variant."""
+    lines = [HEADER.format(unit=unit((algo,))), "| :-- | :-- |" + " --: |" * 6]
+    for task, variants in tasks_of(results, algo).items():
+        compare = references(results, (algo, *task))
+        for variant, runs in variants.items():
+            last, best = last_and_best(runs)
+            budget = span([run.steps[-1] for run in runs])
+            if variant.endswith("bc") and algo in ONLINE:
+                budget += " updates"
+            cells = [title(task), named(variant, runs), str(len(runs)), budget]
+            cells += [number(compare["random"]), number(compare["behaviour"])]
+            cells += [in_brackets(*estimate(scores, iqm)) for scores in (last, best)]
+            lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def glance(results: Results) -> str:
-    """One line per algorithm, on top of the README."""
-    lines = [GLANCE_HEADER, "| :-- | :-- |" + " --: |" * 5 + " :-- | :-- |"]
-    for algo, (task, others, paper) in GLANCE.items():
-        group, variant = (algo, *task), main_variant(algo)
+def section(results: Results, algo: str, figures: str) -> str:
+    """What stands between the markers of a page. figures: where the PNGs are, seen from it"""
+    text = table(results, algo)
+    tasks = tasks_of(results, algo)
+    groups = [
+        group
+        for group in groups_of(results)
+        if group[1:] in tasks and group[0] in together_with(algo)
+    ]
+    curves = ", ".join(f"[{title(group)}]({figures}{'__'.join(group)}.png)" for group in groups)
+    notes = [NOTE, OLDER] if "\u2020" in text else [NOTE]
+    return "\n\n".join([text, f"Learning curves: {curves}.", *notes])
+
+
+def headline(results: Results, root: Path) -> str:
+    """The table of README.md, one line per algorithm. root: of the repo that it describes"""
+    lines = [HEADLINE_HEADER, "| :-- | :-- | --: |" + " :-- |" * 3 + " --: | --: |"]
+    for algo, line in HEADLINES.items():
+        group, variant = (algo, *line.task), main_variant(algo)
         variants = group_of(results, group)
         if variant not in variants:
             continue
-        runs = variants[variant]
-        cells = [algo, title(task), *map(number, references(results, group).values())]
-        cells.append(f"{in_brackets(*estimate(last_and_best(runs)[0], iqm))} ({len(runs)})")
-        measured = {name: variants[name] for name in others if name in variants}
-        scores = {name: iqm(last_and_best(theirs)[0]).item() for name, theirs in measured.items()}
-        peers = [f"{name}: {number(scores[name])} ({len(measured[name])})" for name in measured]
-        row = "__".join((*group, variant))
-        command = f"`python benchmark/run.py --only {row} --seeds {len(runs)} --results runs/again`"
-        lines.append(f"| {' | '.join([*cells, '; '.join(peers) or '-', paper, command])} |")
-    return "\n\n".join(["\n".join(lines), GLANCE_NOTE])
+        runs, random = variants[variant], references(results, group)["random"]
+        budget = max(run.steps[-1] for run in runs)
+        others = [
+            f"{name} {number(iqm(at_budget(variants[name], budget)).item())}"
+            f" ({len(variants[name])})"
+            for name in line.references
+            if name in variants
+        ]
+        file = root / "algos" / f"{algo}.py"
+        link = f", [page](algos/{algo}.md)" if file.with_suffix(".md").exists() else ""
+        ours = in_brackets(*estimate(last_and_best(runs)[0], iqm))
+        cells = [f"{line.title} ([paper]({line.paper}){link})", f"[`{algo}.py`](algos/{algo}.py)"]
+        cells += [str(len(file.read_text().splitlines())), line.learns_from, line.actions]
+        task = title(line.task).replace(f", {line.task[0]}-", ", ")  # not the name twice
+        cells += [f"{task} ({number(random)})"]
+        cells += [named(f"{ours} ({len(runs)})", runs), "; ".join(others) or "-"]
+        lines.append(f"| {' | '.join(cells)} |")
+    text = "\n".join(lines)
+    notes = [HEADLINE_NOTE, OLDER] if "\u2020" in text else [HEADLINE_NOTE]
+    return "\n\n".join([text, *notes])
+
+
+def at_budget(runs: list[Run], budget: int) -> np.ndarray:
+    """The last evaluation that a run had made when it had used the budget. -> [S]"""
+    return np.array([run.returns[run.steps <= budget][-1] for run in runs])
+
+
+def quoted(text: str, source: str) -> str:
+    """A Markdown text, with what it quotes from a file as it stands there today."""
+    lines, places = source.splitlines(), {}
+    for node in ast.parse(source).body:
+        inner = node.body if isinstance(node, ast.ClassDef) else []
+        for one in (node, *inner):
+            if isinstance(one, ast.FunctionDef | ast.ClassDef):
+                name = one.name if one is node else f"{node.name}.{one.name}"
+                first = min([one.lineno, *(line.lineno for line in one.decorator_list)])
+                places[name] = textwrap.dedent("\n".join(lines[first - 1 : one.end_lineno]))
+
+    def block(match: re.Match) -> str:
+        if match[1] not in places:
+            raise ReportError(f"a page quotes {match[1]}, which its file does not have")
+        return f"<!-- quote {match[1]} -->\n```python\n{places[match[1]]}\n```\n<!-- end quote -->"
+
+    return re.sub(r"<!-- quote (\S+) -->\n.*?<!-- end quote -->", block, text, flags=re.DOTALL)
 
 
 def figure(results: Results, group: tuple[str, ...], path: Path) -> None:
@@ -446,7 +559,7 @@ def overview(results: Results, path: Path) -> None:
     which it is shown, so that its small letters stay sharp."""
     from matplotlib.figure import Figure
 
-    rows = {algo: (algo, *task, main_variant(algo)) for algo, task in OVERVIEW.items()}
+    rows = {algo: (algo, *line.task, main_variant(algo)) for algo, line in HEADLINES.items()}
     rows = {algo: row for algo, row in rows.items() if row in results}
     if not rows:
         return
@@ -482,28 +595,12 @@ def overview(results: Results, path: Path) -> None:
     canvas.savefig(path, metadata={"Software": None})
 
 
-def section(results: Results, figures: dict[tuple[str, ...], Path], readme: Path) -> str:
-    """All that stands between the markers."""
-    parts = [NOTE]
-    for group, path in figures.items():
-        name = title(group)
-        link = Path(os.path.relpath(path, readme.parent)).as_posix()
-        image = f"![learning curves of {name}]({link})"
-        parts += [f"### {name}", table(results, group), image]
-    return "\n\n".join(parts)
-
-
 def command_of(row: tuple[str, ...]) -> str | None:
     """What one types for the first seed of a row; None for a row that run.py does not know."""
     known = {entry.name: entry for entry in run.TABLE}.get("__".join(row))
     if known is None:
         return None
     return shlex.join(["python", f"algos/{known.algo}.py", *known.arguments, "--seed", "1"])
-
-
-def rounded(value: float | None) -> float | None:
-    """To the digit of the tables, one more where returns are small. Without -0.0."""
-    return None if value is None else round(float(value), 1 if abs(value) >= 10 else 2) + 0.0
 
 
 def page_row(row: tuple[str, ...], runs: list[Run], compare: dict[str, float | None]) -> dict:
@@ -513,6 +610,7 @@ def page_row(row: tuple[str, ...], runs: list[Run], compare: dict[str, float | N
     return {
         **dict(zip(("algo", "env", "dataset", "variant"), row)),
         "seeds": len(runs),
+        "older": any(run.is_older for run in runs),
         "budget": [min(budgets), max(budgets)],
         **{name.lower(): rounded(value) for name, value in compare.items()},
         "last": [rounded(value) for value in estimate(last, iqm)],
@@ -531,7 +629,7 @@ def page_data(results: Results) -> dict:
     """Every row with its numbers and its curve, and which of them share a chart, under which names:
     a row may be in several charts, and is in the page once."""
     everything = results | side_by_side(results)
-    algos = list(OVERVIEW)
+    algos = list(HEADLINES)
 
     def rank(group: tuple[str, ...]) -> tuple:  # side by side first, then in the README's order
         algo = ABLATIONS.get(group[0], group[0])
@@ -567,14 +665,14 @@ def page(results: Results) -> bytes:
     return PAGE.read_text(encoding="utf-8").replace("@DATA@", data).encode()
 
 
-def replace_section(readme: bytes, text: str, name: str) -> bytes:
+def replace_section(page: bytes, text: str, name: str) -> bytes:
     """In bytes, so that line ends and encoding of everything around it stay as they are."""
     first, last = f"<!-- {name}:begin -->".encode(), f"<!-- {name}:end -->".encode()
-    before, begin, rest = readme.partition(first)
+    before, begin, rest = page.partition(first)
     _, end, after = rest.partition(last)
     if not begin or not end or first in rest or last in before or last in after:
         markers = f"{first.decode()} and {last.decode()}"
-        raise ReportError(f"the README must have the markers {markers}, once each, in this order")
+        raise ReportError(f"a page must have the markers {markers}, once each, in this order")
     return b"".join([before, begin, b"\n\n", text.encode(), b"\n\n", end, after])
 
 
@@ -588,39 +686,53 @@ def write(path: Path, content: bytes) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def generated(options: Options, measured: Results, results: Results) -> dict[Path, bytes]:
+    """Every file but the figures, as it should be."""
+    files = {options.results / "index.html": page(measured)}
+    root = options.root or (ROOT if options.results == RESULTS else None)
+    if root is None:  # all in one file beside the results
+        parts = ["# Results", headline(results, ROOT)]
+        for algo in {row[0]: None for row in sorted(measured) if row[0] in HEADLINES}:
+            parts += [f"## {HEADLINES[algo].title}", section(results, algo, "")]
+        files[options.results / "README.md"] = "\n\n".join([*parts, ""]).encode()
+        return files
+
+    readme, speed_page = root / "README.md", root / "benchmark" / "SPEED.md"
+    files[readme] = replace_section(readme.read_bytes(), headline(results, root), "headline")
+    for path in sorted((root / "algos").glob("*.md")):
+        figures = Path(os.path.relpath(options.results, path.parent)).as_posix() + "/"
+        text = section(results, path.stem, figures)
+        new = replace_section(path.read_bytes(), text, "results").decode()
+        files[path] = quoted(new, path.with_suffix(".py").read_text()).encode()
+    if speed_page.exists():
+        from benchmark import speed  # it imports this file
+
+        text = speed.section(options.results)
+        files[speed_page] = replace_section(speed_page.read_bytes(), text, "speed")
+    return files
+
+
 def main(options: Options) -> int:
-    are_published = options.results == RESULTS
-    readme = options.readme or (ROOT if are_published else options.results) / "README.md"
-    figures = options.figures or options.results
-    page_file = options.page or options.results / "index.html"
     try:
         measured = read_results(options.results)
         results = measured | side_by_side(measured)
-        paths = {group: figures / f"{'__'.join(group)}.png" for group in groups_of(results)}
-        text = section(results, paths, readme)
-        is_known = options.readme or are_published
-        old = readme.read_bytes() if is_known else EMPTY_README
-        new = replace_section(old, text, "results")
-        new = replace_section(new, glance(results), "glance")
-        new_page = page(measured)
+        files = generated(options, measured, results)
+        old = {path: path.read_bytes() if path.exists() else None for path in files}
+        stale = [path for path, content in files.items() if old[path] != content]
         if options.check:
-            old_page = page_file.read_bytes() if page_file.exists() else None
-            stale = [readme] * (new != old) + [page_file] * (new_page != old_page)
             for path in stale:
-                message = f"{path} is out of date: run python benchmark/report.py"
+                message = f"{os.path.relpath(path)} is out of date: run python benchmark/report.py"
                 print(f"report: {message}", file=sys.stderr)
             return 1 if stale else 0
-        for group, path in paths.items():
-            figure(results, group, path)
-        overview(results, figures / "overview.png")
-        page_file.parent.mkdir(parents=True, exist_ok=True)
-        write(page_file, new_page)
-        write(readme, new)
+        for group in groups_of(results):
+            figure(results, group, options.results / f"{'__'.join(group)}.png")
+        overview(results, options.results / "overview.png")
+        for path in stale:
+            write(path, files[path])
     except (ReportError, OSError) as error:
         print(f"report: {error}", file=sys.stderr)
         return 2
-    print(text)
-    print(f"\nwritten: {os.path.relpath(readme)}, {os.path.relpath(page_file)}")
+    print(f"written: {', '.join(map(os.path.relpath, stale)) or 'nothing is new'}")
     return 0
 
 

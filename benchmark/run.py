@@ -1,6 +1,7 @@
 """Run the benchmark: every row of TABLE, for several seeds, several runs at once.
 
-    python benchmark/run.py                       every run that is not in benchmark/results/ yet
+    python benchmark/run.py                       every run that benchmark/results/ lacks, or has
+                                                  from older code (GENERATION)
     python benchmark/run.py --results runs/again  every run, also those that are published there
     python benchmark/run.py --only crr --seeds 2  rows whose name contains "crr", two seeds each
     python benchmark/run.py --quick               every row for a few updates: does it still work?
@@ -54,6 +55,19 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmark" / "results"  # the published ones
 sys.path.insert(0, str(ROOT))  # for common.py
 
+# Of each file: raised by one when a change of it, or of common.py, changes its numbers. A published
+# run of an older generation is marked in the tables, and run.py makes it again.
+GENERATION = {
+    "awr": 2,
+    "marwil": 2,
+    "crr": 2,
+    "rlpd": 2,
+    "mbpo": 2,
+    "fqf": 2,
+    "gail": 2,
+    "dreamer": 2,
+}
+
 # What a run's process executes before the script. On Linux a run is to die with the process that
 # started it: when that is killed, a run that lived on would share its folder with its successor.
 DIE_WITH_PARENT = """
@@ -95,16 +109,17 @@ class Row:
 
 
 CRR_VARIANTS = {
-    "mean-binary": "--advantage-type mean --weight-type binary",
-    "max-binary": "--advantage-type max --weight-type binary",
-    "mean-exp": "--advantage-type mean --weight-type exp",
-    "max-exp": "--advantage-type max --weight-type exp",
-    "bc": "--weight-type exp --beta inf",
+    "mean-binary": "",
+    "max-binary": "--advantage-type max",
+    "mean-exp": "--weight-type exp",
 }
 TABLE = [
-    Row("crr", "Pendulum-v1", dataset, variant, f"{flags} --total-updates {total_updates}", minutes)
-    for dataset, total_updates, minutes in (("random:100000", 10_000, 3.0), ("auto", 5_000, 1.5))
+    Row("crr", "Pendulum-v1", "random:100000", variant, f"{flags} --total-updates 10000", 3.0)
     for variant, flags in CRR_VARIANTS.items()
+]
+TABLE += [
+    Row("crr", "Pendulum-v1", "auto", "mean-binary", "--total-updates 5000", 1.5),
+    Row("crr", "CartPole-v1", "auto", "mean-binary", "", 3.5),
 ]
 # The three that weigh what they clone, side by side. Cloning itself is MARWIL with beta = 0.
 RETURN_WEIGHTED = {
@@ -118,30 +133,15 @@ TABLE += [
         ("Pendulum-v1", "auto"),
         ("CartPole-v1", "auto"),
         ("Pendulum-v1", "random:100000"),
-        ("Pendulum-v1", "runs/data/pendulum-replay-d3rlpy.npz"),
     )
     for (algo, variant), (flags, minutes) in RETURN_WEIGHTED.items()
 ]
 RLLIB_NORM = "--norm-start 100 --norm-rate 1e-8 --max-weight inf"
-TABLE += [  # half the temperature: sharper weights
-    Row(algo, env_id, "auto", variant, flags, 1.4)
-    for env_id in ("CartPole-v1", "Pendulum-v1")
-    for algo, variant, flags in (
-        ("marwil", "beta-2", "--beta 2"),
-        ("awr", "beta-0.5", "--beta 0.5"),
-    )
-]
-TABLE += [  # the norm as RLlib has it, lambda as in AWR's paper
+TABLE += [  # the norm as RLlib has it, lambda as in AWR's paper, and sharper weights
     Row("marwil", "Pendulum-v1", "auto", "rllib-norm", RLLIB_NORM, 1.2),
     Row("awr", "Pendulum-v1", "auto", "lambda-0.95", "--td-lambda 0.95", 1.4),
+    Row("awr", "CartPole-v1", "auto", "beta-0.5", "--beta 0.5", 1.4),
 ]
-TABLE += [Row("crr", "CartPole-v1", "auto", "mean-binary", "", 3.5)]
-CHEETAH = ("HalfCheetah-v5", "runs/data/halfcheetah-mixed-cs285.npz")
-TABLE += [
-    Row(algo, *CHEETAH, variant, f"{flags} --total-updates 20000 --eval-episodes 10", 2 * minutes)
-    for (algo, variant), (flags, minutes) in RETURN_WEIGHTED.items()
-]
-TABLE += [Row("crr", *CHEETAH, "mean-binary", "--total-updates 20000 --eval-episodes 10", 8.0)]
 # RLPD, SAC without the data, and SAC that starts with the data in its buffer
 SAC = "--num-critics 2 --no-critic-layer-norm --offline-batch-ratio 0"
 SAC_VARIANTS = {
@@ -169,19 +169,27 @@ RUNNING = (
     " --total-timesteps 10000 --eval-interval 1000 --eval-episodes 10",
     14.0,
 )
+RLPD_ROWS = {
+    SWING_UP: ("default", "sac", "sac-data-in-buffer"),
+    SPARSE: ("default", "sac"),
+    RUNNING: ("default", "sac"),
+}
 TABLE += [
-    Row("rlpd", *task, variant, f"{task_flags} {flags}", minutes * share)
-    for task, task_flags, minutes in (SWING_UP, SPARSE, RUNNING)
-    for variant, (flags, share) in SAC_VARIANTS.items()
+    Row("rlpd", *task, variant, f"{task_flags} {SAC_VARIANTS[variant][0]}", minutes)
+    for (task, task_flags, task_minutes), variants in RLPD_ROWS.items()
+    for variant in variants
+    for minutes in (task_minutes * SAC_VARIANTS[variant][1],)
 ]
 TABLE += [
-    Row("rlpd", *task, variant, f"{task_flags} {flags}", minutes * share, "rlpd-ablation")
-    for task, task_flags, minutes in (SWING_UP,)
+    Row(
+        "rlpd",
+        *SWING_UP[0],
+        variant,
+        f"{SWING_UP[1]} {flags}",
+        SWING_UP[2] * share,
+        "rlpd-ablation",
+    )
     for variant, (flags, share) in ABLATIONS.items()
-]
-TABLE += [
-    Row("marwil", *task, "bc", "--beta 0 --eval-episodes 20", 0.8)
-    for task, _, _ in (SPARSE, RUNNING)
 ]
 # MBPO and SAC, which is rlpd.py without data: one update per step, as usual, and as many as MBPO
 SWING_UP_ALONE = ("Pendulum-v1", "none"), "--total-timesteps 2000", 1.9
@@ -199,9 +207,9 @@ HOPPING = (
 MBPO = {
     SWING_UP_ALONE: "",
     BALANCING: "--learning-rate 3e-4 --target-entropy -0.05 --model-train-interval 250"
-    " --model-batch-size 256 --max-model-epochs 100",
+    " --model-batch-size 256",
     HOPPING: "--model-hidden-dim 200 --model-batch-size 256 --model-train-interval 250"
-    " --max-model-epochs 10 --rollout-batch-size 50000",
+    " --rollout-batch-size 50000",
 }
 TABLE += [
     Row("mbpo", *task, "default", f"{task_flags} {flags}", minutes)
@@ -209,21 +217,23 @@ TABLE += [
 ]
 ONE, TEN = (f"--gradient-updates-per-step {number}" for number in (1, 10))
 TABLE += [
-    Row("rlpd", *task, "sac", f"{task_flags} {SAC} {ONE}", minutes, "mbpo")
-    for (task, task_flags, _), minutes in zip(MBPO, (0.3, 1.0, 2.5))
-]
-TABLE += [
-    Row("rlpd", *task, "sac-10-updates", f"{task_flags} {SAC} {TEN}", minutes, "mbpo")
-    for (task, task_flags, _), minutes in ((SWING_UP_ALONE, 1.2), (HOPPING, 14.0))
-]
-TABLE += [
-    Row("mbpo", *task[0], variant, f"{task[1]} {MBPO[task]} {flags}", minutes, "mbpo-ablation")
-    for task, variant, flags, minutes in (
-        (SWING_UP_ALONE, "no-model", "--real-ratio 1", 1.3),
-        (SWING_UP_ALONE, "raw-targets", "--no-normalize-targets", 1.9),
-        (SWING_UP_ALONE, "length-5", "--min-rollout-length 5 --max-rollout-length 5", 1.9),
-        (BALANCING, "no-model", "--real-ratio 1", 3.5),
+    Row("rlpd", *task, variant, f"{task_flags} {SAC} {updates}", minutes, "mbpo")
+    for (task, task_flags, _), variant, updates, minutes in (
+        (SWING_UP_ALONE, "sac", ONE, 0.3),
+        (SWING_UP_ALONE, "sac-10-updates", TEN, 1.2),
+        (HOPPING, "sac-10-updates", TEN, 14.0),
     )
+]
+TABLE += [
+    Row(
+        "mbpo",
+        *task[0],
+        "no-model",
+        f"{task[1]} {MBPO[task]} --real-ratio 1",
+        minutes,
+        "mbpo-ablation",
+    )
+    for task, minutes in ((SWING_UP_ALONE, 1.3), (BALANCING, 3.5))
 ]
 # FQF, the same with prioritised replay, and with fractions that stay 1/N apart, which is QR-DQN
 POLE = ("CartPole-v1", "none")
@@ -242,15 +252,13 @@ TABLE += [
 FQF_ABLATIONS = {
     "paper-rate": "--fraction-learning-rate 2.5e-9",
     "equal-targets": "--no-weight-targets-by-fraction",
-    "kappa-1": "--kappa 1",
-    "3-steps": "--n-steps 3",
 }
 TABLE += [
     Row("fqf", *POLE, variant, flags, 4.0, "fqf-ablation")
     for variant, flags in FQF_ABLATIONS.items()
 ]
 # GAIL, and what makes its returns mean something: a discriminator that is frozen before it learned
-# anything, and an "expert" that acts at random. Behaviour cloning of the same rows is MARWIL's.
+# anything. Behaviour cloning of the same rows is MARWIL's.
 EXPERT = "benchmark/data/{}-expert.npz"
 GAIL_TASKS = {
     "CartPole-v1": ("--total-timesteps 100000 --eval-interval 5000", 0.3),
@@ -261,37 +269,27 @@ GAIL_TASKS = {
         1.5,
     ),
 }
-CONTROLS = {
+FEW = {"num_expert_episodes": 4, "expert_subsampling": 10}  # hardly enough to clone
+GAIL_VARIANTS = {
     "default": "",
     "frozen": "--no-learn-discriminator",
-    "random-expert": "--dataset random:5000",  # the last --dataset counts
+    "absorbing": "--absorbing",
+    "absorbing-frozen": "--absorbing --no-learn-discriminator",
+    "few": " ".join(f"--{name.replace('_', '-')} {n}" for name, n in FEW.items()),
 }
-FEW = {"num_expert_episodes": 4, "expert_subsampling": 10}  # hardly enough to clone
-GAIL_VARIANTS = CONTROLS | {
-    f"absorbing-{name}".removesuffix("-default"): f"{flags} --absorbing"
-    for name, flags in CONTROLS.items()
+GAIL_ROWS = {
+    "CartPole-v1": ("default", "frozen", "absorbing", "absorbing-frozen"),
+    "Pendulum-v1": ("default", "frozen", "few"),  # nothing ends: --absorbing changes nothing
+    "LunarLander-v3": ("default", "absorbing", "absorbing-frozen", "few"),
 }
-GAIL_VARIANTS["few"] = " ".join(f"--{name.replace('_', '-')} {n}" for name, n in FEW.items())
-FIXED_LENGTH = ("Pendulum-v1",)  # where nothing ends, --absorbing changes nothing
 TABLE += [
-    Row("gail", env_id, EXPERT.format(env_id), variant, f"{task} {flags}", minutes)
+    Row("gail", env_id, EXPERT.format(env_id), variant, f"{task} {GAIL_VARIANTS[variant]}", minutes)
     for env_id, (task, minutes) in GAIL_TASKS.items()
-    for variant, flags in GAIL_VARIANTS.items()
-    if env_id not in FIXED_LENGTH or "absorbing" not in variant
+    for variant in GAIL_ROWS[env_id]
 ]
-GAIL_ABLATIONS = {  # on LunarLander
-    "default-flags": "--num-envs 8 --discriminator-updates 16 --policy-entropy-coef 0.01"
-    " --eval-interval 20000",
-    "8-updates": "--discriminator-updates 8",
-    "no-penalty": "--gradient-penalty 0",
-    "penalty-10": "--gradient-penalty 10",
-    "logit-absorbing": "--reward-type logit --absorbing",
-}
 LANDER = ("LunarLander-v3", EXPERT.format("LunarLander-v3"))
-TABLE += [
-    Row("gail", *LANDER, variant, f"{GAIL_TASKS[LANDER[0]][0]} {flags}", 1.5, "gail-ablation")
-    for variant, flags in GAIL_ABLATIONS.items()
-]
+NO_PENALTY = f"{GAIL_TASKS[LANDER[0]][0]} --gradient-penalty 0"
+TABLE += [Row("gail", *LANDER, "no-penalty", NO_PENALTY, 1.5, "gail-ablation")]
 PAPER = (  # but for TRPO; with this batch size, the discriminator sees a whole rollout at once
     "--hidden-dim 100 --gamma 0.995 --gae-lambda 0.97 --num-steps 625 --batch-size 5000"
     " --discriminator-updates 1 --discriminator-learning-rate 0.01 --gradient-penalty 0"
@@ -299,24 +297,15 @@ PAPER = (  # but for TRPO; with this batch size, the discriminator sees a whole 
 )
 POLE_EXPERT = ("CartPole-v1", EXPERT.format("CartPole-v1"))
 TABLE += [Row("gail", *POLE_EXPERT, "paper", PAPER, 4.0, "gail-ablation")]
-THEIR_EXPERTS = {  # recordings that come with the imitation library
-    "CartPole-v1": ("runs/data/cartpole-expert-imitation.npz", ("default", "absorbing")),
-    "Pendulum-v1": ("runs/data/pendulum-expert-imitation.npz", ("default",)),
-}
-TABLE += [
-    Row("gail", env_id, dataset, variant, f"{task} {GAIL_VARIANTS[variant]} {few}", minutes)
-    for env_id, (dataset, variants) in THEIR_EXPERTS.items()
-    for (task, minutes), few in ((GAIL_TASKS[env_id], "--num-expert-episodes 10"),)
-    for variant in variants
-]
 CLONED = [(env_id, EXPERT.format(env_id)) for env_id in GAIL_TASKS]
-CLONED += [(env_id, f"runs/data/{env_id}-few.npz") for env_id in GAIL_TASKS]
-CLONED += [(env_id, dataset) for env_id, (dataset, _) in THEIR_EXPERTS.items()]
+CLONED += [
+    (env_id, f"runs/data/{env_id}-few.npz")
+    for env_id, variants in GAIL_ROWS.items()
+    if "few" in variants
+]
 TABLE += [Row("marwil", *task, "bc", "--beta 0", 0.8) for task in CLONED]
 # Dreamer, on its own pixels, and on those of a game that others wrote
 TABLE += [Row("dreamer", "PixelCatch-v0", "none", "default", "", 9.0)]
-ONE_RATE = "--actor-critic-learning-rate 1e-3"  # that of the model
-TABLE += [Row("dreamer", "PixelCatch-v0", "none", "one-rate", ONE_RATE, 9.0, "dreamer-ablation")]
 BREAKOUT = (
     "--size mini --total-timesteps 40000 --replay-ratio 32 --horizon 15 --gamma 0.99"
     " --actor-critic-learning-rate 2e-4 --policy-entropy-coef 1e-3 --eval-interval 2000"
@@ -379,11 +368,24 @@ class Run:
         place = ["--run-dir", run_dir, "--torch-threads", str(options.threads)]
         return [*script, *self.flags(options), *place]
 
+    @property
+    def generation(self) -> int:
+        return GENERATION[self.row.algo]
+
+    def is_published(self) -> bool:
+        file = self.result_dir / "metrics.csv"
+        return file.exists() and generation_of(file) >= self.generation
+
+    def is_begun(self) -> bool:
+        """By the code of today. What older code left behind starts anew."""
+        file = self.run_dir / "generation.txt"
+        is_current = file.exists() and int(file.read_text()) == self.generation
+        return is_current and (self.run_dir / "checkpoint.pt").exists()
+
     def has_other_flags(self, options: Options) -> bool:
         """The row was changed since its checkpoint: it must not go on under the row's name."""
         file = self.run_dir / "flags.txt"
-        is_begun = file.exists() and (self.run_dir / "checkpoint.pt").exists()
-        return is_begun and file.read_text().split() != self.flags(options)
+        return self.is_begun() and file.read_text().split() != self.flags(options)
 
     def hold(self, wait: bool) -> None:
         """Keep others out of the folder: another runner, or what a dead node left behind. The
@@ -393,9 +395,10 @@ class Run:
         fcntl.flock(self.held_lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
 
     def start(self, options: Options) -> None:
-        if not (self.run_dir / "checkpoint.pt").exists():  # killed before its first one: anew
+        if not self.is_begun():  # also if it was killed before its first checkpoint
             shutil.rmtree(self.run_dir, ignore_errors=True)
         self.run_dir.mkdir(parents=True, exist_ok=True)
+        (self.run_dir / "generation.txt").write_text(str(self.generation))
         (self.run_dir / "flags.txt").write_text(" ".join(self.flags(options)))
         command = [sys.executable, "-c", DIE_WITH_PARENT, str(os.getpid()), *self.command(options)]
         with open(self.run_dir / "output.txt", "w") as log, self.held_lock as lock:
@@ -405,7 +408,7 @@ class Run:
 
     def is_finished(self) -> bool:
         """Its last evaluation is that of its last update, or step."""
-        if not (self.run_dir / "metrics.csv").exists():
+        if not self.is_begun() or not (self.run_dir / "metrics.csv").exists():
             return False
         args = json.loads((self.run_dir / "args.json").read_text())
         rows = evaluations(self.run_dir / "metrics.csv")
@@ -427,7 +430,8 @@ class Run:
         if dreams:
             shutil.copy(dreams[-1], self.result_dir / "dream.png")
         # last, since this file says that the run is done
-        write_metrics(self.result_dir, evaluations(self.run_dir / "metrics.csv"))
+        made_by = {"step": 0, "seconds": 0, "key": "generation", "value": self.generation}
+        write_metrics(self.result_dir, [made_by, *evaluations(self.run_dir / "metrics.csv")])
 
     def comparison(self) -> str:
         """With the published run, if this one was made again."""
@@ -435,6 +439,8 @@ class Run:
         file = self.result_dir / "metrics.csv"
         if not published.exists() or file.samefile(published):
             return ""
+        if generation_of(published) < self.generation:
+            return ", the published run is of older code"
         mine, theirs = (
             [row | {"seconds": None} for row in evaluations(path) if row["key"].startswith("eval/")]
             for path in (file, published)
@@ -463,6 +469,13 @@ def evaluations(path: Path) -> list[dict[str, str]]:
     lines = path.read_text().splitlines(keepends=True)
     complete = [line for line in lines if line.endswith("\n")]  # a full disk tears the last one
     return [row for row in csv.DictReader(complete) if row["key"].startswith(PUBLISHED)]
+
+
+def generation_of(path: Path) -> int:
+    """Of the code that made a published run. Before they were numbered, it was 1."""
+    with open(path, newline="") as file:
+        found = [row["value"] for row in csv.DictReader(file) if row["key"] == "generation"]
+    return int(found[0]) if found else 1
 
 
 def write_metrics(folder: Path, rows: list[dict]) -> None:
@@ -624,7 +637,7 @@ def main(options: Options) -> int:
         for seed in seeds
         for row in rows
     ]
-    waiting = [run for run in runs if not (run.result_dir / "metrics.csv").exists()]
+    waiting = [run for run in runs if not run.is_published()]
     print(f"{len(runs) - len(waiting)} of {len(runs)} runs are done, {len(waiting)} to go")
     if options.ray:
         try:

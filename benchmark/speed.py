@@ -5,7 +5,7 @@
     python benchmark/speed.py --only awr         ours against the limit; printed, not written
     python benchmark/speed.py --only start       none of them: what a start and large data cost
     python benchmark/speed.py --growth           how the cost grows with five flags (4 minutes)
-    python benchmark/speed.py --check            exit code 1 if the README has other figures
+    python benchmark/speed.py --check            exit code 1 if SPEED.md has other figures
 
 Machines are noisy, so that only ratios within one run mean something: the contenders take turns,
 round after round, each in a process of its own, several windows each. Printed are updates per
@@ -16,7 +16,7 @@ anything else (benchmark/peers/limit.py).
 
 Also: how long --help and the first update take, and what a dataset of a million transitions costs.
 The windows go to benchmark/results/speed.csv and start.csv, the tables between the speed markers of
-the README.
+benchmark/SPEED.md.
 
 --growth times our scripts alone, at one thread, while one flag goes up and all others stay: the
 windows go to results/growth.csv, their medians, on two logarithmic axes, to results/growth.png. A
@@ -83,14 +83,10 @@ SCRIPT_KINDS |= {
     if kind in algo
 }
 WITHOUT_LIMIT = ("fqf-loop", "fqf-tree", "gail-loop")  # they hardly multiply matrices
-VARIANTS = {  # of ours
-    algo: {"ours, --compile": "compile", "ours, a loop over the critics": "loop"}
-    for algo in ("rlpd", "sac")
-}
-COMPILED = ("awr", "marwil", "crr", "mbpo-sac", "fqf", "fqf-atari", "gail-loop", "dreamer")
-VARIANTS |= {algo: {"ours, --compile": "compile"} for algo in COMPILED}
+COMPILED = ("rlpd", "sac", "fqf", "fqf-atari")  # the files that have the flag
+VARIANTS = {algo: {"ours, --compile": "compile"} for algo in COMPILED}  # of ours
 VARIANTS |= {"fqf-tree": {"a plain Python tree": "python"}}
-VARIANTS["gail-loop"] |= {"ours, --gradient-penalty 0": "no-penalty"}  # the peers have none
+VARIANTS |= {"gail-loop": {"ours, --gradient-penalty 0": "no-penalty"}}  # the peers have none
 # per window; AWR and MARWIL compute all returns once in 1,000, RLPD makes about 25 a second
 UPDATES = {"awr": 1_000, "marwil": 1_000, "crr": 1_000, "rlpd": 200, "sac": 500}
 UPDATES |= {"mbpo-model": 200, "mbpo-rollout": 200_000, "mbpo-sac": 300}
@@ -164,8 +160,8 @@ class Options:
     rounds: int = 2  # turns of every contender
     windows: int = 2  # windows per turn
     growth: bool = False  # instead: how the cost of an update of ours grows
-    check: bool = False  # instead: compare the README with the CSVs
-    readme: Path = ROOT / "README.md"  # the file with the two speed markers
+    check: bool = False  # instead: compare SPEED.md with the CSVs
+    page: Path = ROOT / "benchmark" / "SPEED.md"  # the file with the two speed markers
     results: Path = ROOT / "benchmark" / "results"  # where CSVs and growth.png go
 
 
@@ -473,7 +469,7 @@ def write_rows(path: Path, rows: list[dict]) -> None:
 
 
 def section(results: Path) -> str:
-    """What stands between the markers of the README, from the CSVs alone."""
+    """What stands between the markers of SPEED.md, from the CSVs alone."""
     rows = read_rows(results / "speed.csv")
     measured = {row["algo"] for row in rows}
     tables = [speed_table(algo, rows) for algo in PEERS if algo in measured]
@@ -501,13 +497,13 @@ def main(options: Options) -> int:
                 write_rows(path, [row for row in others if row["algo"] != algo] + rows)
     if not options.check and options.only in ("", "start"):
         write_rows(options.results / "start.csv", measure_starts())
-    old = options.readme.read_bytes()
+    old = options.page.read_bytes()
     new = report.replace_section(old, section(options.results), "speed")
     if options.check:
         if new != old:
-            print("speed: the README has other figures than the CSVs", file=sys.stderr)
+            print("speed: SPEED.md has other figures than the CSVs", file=sys.stderr)
         return 0 if new == old else 1
-    report.write(options.readme, new)
+    report.write(options.page, new)
     return 0
 
 

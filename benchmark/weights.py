@@ -57,10 +57,11 @@ def load_run(algo, options: Options) -> tuple[dict, common.Dataset]:
 def return_advantage(algo, options: Options) -> tuple[torch.Tensor, dict]:
     """R - V(s) of all rows, for AWR and MARWIL. -> [N]"""
     checkpoint, dataset = load_run(algo, options)
-    value = algo.Value(3, algo.Args.hidden_dim)
+    value = algo.Value(3, algo.Args.hidden_dim, mean=torch.zeros(()), std=torch.ones(()))
     value.load_state_dict(checkpoint["value"])
     buffer = algo.Buffer(dataset, torch.device("cpu"))
-    return buffer.refresh(value, algo.Args.gamma, algo.Args.td_lambda), checkpoint
+    buffer.refresh(value, algo.Args.gamma, algo.Args.td_lambda)
+    return buffer.returns - value.of_all(buffer.obs), checkpoint
 
 
 @torch.no_grad()

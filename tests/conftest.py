@@ -3,8 +3,9 @@
 import csv
 import math
 import os
+import sys
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # videos are rendered without a screen
@@ -13,7 +14,9 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from dreamer_helpers import film, modules, same_numbers_each_time, spy, walk  # noqa: F401
 
+import common
 from algos import awr, crr, dreamer, fqf, gail, marwil, mbpo, rlpd
 
 ALGOS = {"awr": awr, "marwil": marwil, "crr": crr, "rlpd": rlpd, "mbpo": mbpo, "fqf": fqf}
@@ -168,7 +171,7 @@ TINY_FLAGS = {  # so that 20 updates see everything that happens now and then
     "mbpo": {"learning_starts": 4, "updates_per_step": 2, "model_train_interval": 5}
     | {"real_ratio": 0.1}
     | {"num_members": 3, "num_elites": 2, "model_hidden_dim": 8, "model_batch_size": 8}
-    | {"max_model_epochs": 3, "rollout_batch_size": 20, "retain_steps": 10}
+    | {"max_model_updates": 8, "rollout_batch_size": 20, "retain_steps": 10}
     | {"max_rollout_length": 3, "rollout_grow_from": 5, "rollout_grow_until": 15},
     "fqf": {"learning_starts": 3, "train_frequency": 1, "target_interval": 5, "num_fractions": 4}
     | {"num_cosines": 8, "epsilon_steps": 15, "epsilon_final": 0.2, "learning_rate": 1e-2}
@@ -190,10 +193,89 @@ CLONING = {  # behaviour cloning, in the words of each
 }
 
 
+FAST_PROBES = (  # one for each file; the others of test_probe.py are slow
+    "test_two_step_mdp_with_known_v[awr-1.0]",
+    "test_two_step_mdp_with_known_v[marwil-0.5]",
+    "test_two_step_mdp_with_known_q[crr-flags0]",
+    "test_two_step_mdp_with_known_q[rlpd-flags2]",
+    "test_S1_online_truncation_bootstraps[mbpo]",
+    "test_S1_S2_discrete_online_truncation_bootstraps[flags0-fqf]",
+    "test_expert_is_followed_and_not_the_reward[softplus-gail]",
+)
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.path.name == "test_probe.py" and item.name not in FAST_PROBES:
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(params=ALGOS, scope="session")
 def algo(request):
     """The module of an algorithm. A test that asks for it is run for each of them."""
     return ALGOS[request.param]
+
+
+# what lives once in common.py is tested once: on an offline file, and on an online one
+on_two_files = pytest.mark.parametrize("algo", ["crr", "rlpd"], indirect=True)
+
+
+@pytest.fixture
+def run(algo, monkeypatch, capsys):
+    """A script as the shell would call it, without the seconds that importing torch takes.
+
+    -> exit code, output, and error without the algorithm's name, with which it must begin
+    """
+
+    def call(*flags):
+        monkeypatch.setattr(sys, "argv", [algo.__file__, *map(str, flags)])
+        own = [algo.evaluate_checkpoint] if hasattr(algo, "evaluate_checkpoint") else []
+        try:
+            code = common.main(algo.ALGO, algo.Args, algo.train, algo.load_policy, *own)
+        except SystemExit as exit:  # tyro's own errors
+            return exit.code, *capsys.readouterr()
+        out, err = capsys.readouterr()
+        assert not err or err.startswith(f"{algo.ALGO}: ")
+        return code, out, err.removeprefix(f"{algo.ALGO}: ")
+
+    return call
+
+
+def spy_on(monkeypatch, module):
+    """-> install(name): keep the arguments and the result of every call of a function of a script,
+    or of common.py, which it calls."""
+
+    def install(name):
+        owner = module if hasattr(module, name) else common
+        calls, original = [], getattr(owner, name)
+
+        def spied(*args, **options):
+            result = original(*args, **options)
+            calls.append((*args, *options.values(), result))
+            return result
+
+        monkeypatch.setattr(owner, name, spied)
+        return calls
+
+    return install
+
+
+def as_flags(args):
+    """--name value for every field; booleans and None as tyro wants them."""
+    flags = []
+    for field in fields(args):
+        value, name = getattr(args, field.name), field.name.replace("_", "-")
+        if isinstance(value, bool):
+            flags.append(f"--{name}" if value else f"--no-{name}")
+        elif value is not None:
+            flags += [f"--{name}", str(value)]
+    return flags
+
+
+def metrics_of(run_dir):
+    """Step, key and value of every logged scalar that is not a time."""
+    rows = [line.split(",") for line in Path(run_dir, "metrics.csv").read_text().splitlines()]
+    return [(step, key, value) for step, _, key, value in rows if "_second" not in key]
 
 
 def budget(algo, count):
@@ -326,7 +408,7 @@ class ByHand:
         self.value = algo.mlp(1, args.hidden_dim, 1)
         self.actor_opt = torch.optim.Adam(self.actor.parameters(), args.learning_rate)
         self.value_opt = torch.optim.Adam(self.value.parameters(), args.learning_rate)
-        self.generator = torch.Generator().manual_seed(args.seed)
+        self.generator = torch.Generator().manual_seed(common.second_seed(args.seed))
 
         finite, discount = np.zeros(300), np.zeros(300)  # V starts at c = mean(M) + mean(D) c
         for t in reversed(range(300)):

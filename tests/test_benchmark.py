@@ -45,8 +45,16 @@ sys.path.insert(0, str(ROOT / "benchmark" / "data"))
 import make
 import make_experts
 
+pytestmark = pytest.mark.slow  # it starts scripts, again and again
 DATASETS = [("Pendulum-v1", make.PENDULUM), ("CartPole-v1", make.CART_POLE)]
 DATASETS += [("MountainCarContinuous-v0", make.MOUNTAIN_CAR)]
+
+
+def check_flags(algo, flags):
+    args = tyro.cli(algo.Args, args=flags)
+    common.check_flags(args, algo.LIMITS)
+    if hasattr(algo, "check_args"):
+        algo.check_args(args)
 
 
 @pytest.fixture
@@ -73,8 +81,42 @@ def test_every_row_has_a_script_and_a_name_of_its_own():
     for entry in run.TABLE:
         assert (ROOT / "algos" / f"{entry.algo}.py").is_file()
         task = (entry.env_id, entry.dataset)
-        groups = {row.variant for row in run.TABLE if (row.env_id, row.dataset) == task}
-        assert "bc" in groups or entry.dataset == "none"  # the column that no table may lack
+        variants = {row.variant for row in run.TABLE if (row.env_id, row.dataset) == task}
+        # cloning, which every offline table must have; RLPD is compared with SAC
+        assert "bc" in variants or entry.algo == "rlpd" or entry.dataset == "none"
+
+
+def test_every_algorithm_has_a_generation():
+    assert run.GENERATION.keys() == ALGOS.keys()
+
+
+def test_runs_of_older_code_are_made_again(options, monkeypatch, capsys):
+    """Also if their folder is still there, done: it must be neither published nor gone on with."""
+    monkeypatch.setattr(run, "EVALUATION", "")
+    monkeypatch.setattr(run, "TABLE", [row("good", 20)])
+    monkeypatch.setitem(run.GENERATION, "crr", 4)
+    assert run.main(options) == 0
+    name = run.TABLE[0].name
+    result, folder = options.results / name / "1" / "metrics.csv", options.runs / name / "1"
+    assert run.generation_of(result) == 4
+    assert result.read_text().splitlines()[1] == "0,0,generation,4"
+    seconds = (folder / "metrics.csv").stat().st_mtime_ns
+    capsys.readouterr()
+    assert run.main(options) == 0 and "1 of 1 runs are done" in capsys.readouterr().out
+
+    monkeypatch.setitem(run.GENERATION, "crr", 5)
+    assert run.main(options) == 0
+    assert "0 of 1 runs are done, 1 to go" in capsys.readouterr().out
+    assert run.generation_of(result) == 5
+    assert (folder / "metrics.csv").stat().st_mtime_ns > seconds  # trained, not copied
+
+    # published before generations were counted
+    result.write_text(result.read_text().replace("0,0,generation,5\n", ""))
+    assert run.generation_of(result) == 1
+    monkeypatch.setattr(run, "RESULTS", options.results)
+    again = run.Options(results=options.results.parent / "again", runs=options.runs, seeds=1)
+    assert run.main(again) == 0
+    assert f"{name} seed 1: done, the published run is of older code\n" in capsys.readouterr().out
 
 
 def test_every_algorithm_is_known_for_what_it_is():
@@ -93,7 +135,7 @@ def test_flags_of_every_row_are_accepted(algo, quick, options):
         commands[row.flags] = command
     for python, script, *flags in commands.values():
         assert (python, script) == (sys.executable, str(ROOT / "algos" / f"{algo}.py"))
-        ALGOS[algo].check_args(tyro.cli(ALGOS[algo].Args, args=flags))
+        check_flags(ALGOS[algo], flags)
 
 
 @pytest.mark.parametrize("env_id", ["PixelCatch-v0", "MinAtar/Breakout-v1"])
@@ -120,7 +162,7 @@ def test_runs_skips_and_reports_failures(options, monkeypatch, capsys):
     assert "crr: beta must be > 0, got -1.0" in out  # the last lines of what failed
     good = options.results / "crr__Pendulum-v1__random-300__good" / "1"
     rows = (good / "metrics.csv").read_text().splitlines()
-    assert rows[0] == "step,seconds,key,value" and len(rows) == 1 + 1 + 4 * 2  # two evaluations
+    assert rows[0] == "step,seconds,key,value" and len(rows) == 1 + 2 + 4 * 2  # two evaluations
     assert {line.split(",")[0] for line in rows[1:]} == {"0", "20"}
     args = json.loads((good / "args.json").read_text())
     assert args["seed"] == 1 and not os.path.isabs(args["run_dir"])
@@ -188,7 +230,7 @@ sys.exit(run.main(options))
 def cut_off(options, monkeypatch, capsys):
     """A row with two seeds, of which the first is killed at its first checkpoint: the folder of
     that run, and what was printed."""
-    long = row("long", 1500, "--checkpoint-interval 300")
+    long = row("long", 1500, "--checkpoint-interval 300 --log-interval 300")
     monkeypatch.setattr(run, "TABLE", [long])
     options.seeds, options.threads = 2, 1
     start, folder = run.Run.start, options.runs / long.name
@@ -232,7 +274,7 @@ def test_a_full_disk_is_reported_and_leaves_the_checkpoint(cut_off, options, mon
     start, (soft, hard) = run.Run.start, resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def start_without_room(self, options):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (len(checkpoint) - 1, hard))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(checkpoint) - 2_000, hard))
         start(self, options)
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
@@ -325,7 +367,7 @@ def test_what_is_made_again_is_compared_with_what_is_published(
         published.write_text(f"{text}{edit}\n")  # one more digit of the last number
         again = run.Options(results=tmp_path / f"again{edit}", seeds=1)  # with runs of its own
         assert run.main(again) == 0
-        assert (tmp_path / f"again{edit}-runs" / run.TABLE[0].name / "1" / "best.pt").exists()
+        assert (tmp_path / f"again{edit}-runs" / run.TABLE[0].name / "1" / "checkpoint.pt").exists()
         assert f"seed 1: done, {words}\n" in capsys.readouterr().out
 
 
@@ -374,6 +416,8 @@ def test_a_torn_line_is_no_evaluation(torn, options, tmp_path):
     """What a full disk leaves: the last evaluation is not complete, so the run is not finished."""
     entry = run.Run(row("x", 20), 1, tmp_path, tmp_path)
     (tmp_path / "args.json").write_text(json.dumps({"total_updates": 20}))
+    (tmp_path / "generation.txt").write_text(str(entry.generation))
+    (tmp_path / "checkpoint.pt").touch()
     whole = "step,seconds,key,value\n20,1.5,eval/return_mean,-1234.5\n"
     (tmp_path / "metrics.csv").write_text(whole + torn)
     assert not entry.is_finished()
@@ -529,27 +573,27 @@ def test_speed_is_written_with_peers_alone(monkeypatch, tmp_path, capsys):
 
     monkeypatch.setattr(speed, "measure_updates", measure_updates)
     monkeypatch.setattr(speed, "contenders", lambda *_: {})
-    readme = tmp_path / "README.md"
-    readme.write_text("a<!-- speed:begin --><!-- speed:end -->b")
-    options = speed.Options(readme=readme, results=tmp_path, peers=True)
+    page = tmp_path / "SPEED.md"
+    page.write_text("a<!-- speed:begin --><!-- speed:end -->b")
+    options = speed.Options(page=page, results=tmp_path, peers=True)
     assert speed.main(options) == 0
-    first = readme.read_text()
+    first = page.read_text()
     assert "| AWR update |" in first and "| ours | 5.0 [5.0, 5.0] |" in first
     assert "in 0.5 s, with a peak of 317 MB, 2.0 times the arrays." in first
-    check = speed.Options(readme=readme, results=tmp_path, check=True)
+    check = speed.Options(page=page, results=tmp_path, check=True)
     assert speed.main(check) == 0
 
     rates["crr"] = 0.4
-    assert speed.main(speed.Options("crr", readme=readme, results=tmp_path)) == 0
-    assert readme.read_text() == first and "2.5 [2.5, 2.5]" in capsys.readouterr().out
+    assert speed.main(speed.Options("crr", page=page, results=tmp_path)) == 0
+    assert page.read_text() == first and "2.5 [2.5, 2.5]" in capsys.readouterr().out
     rates |= {"awr": 1.0, "crr": None}
     with pytest.raises(SystemExit):
         speed.main(options)
-    assert speed.main(check) == 1 and readme.read_text() == first  # not yet, but it is there
+    assert speed.main(check) == 1 and page.read_text() == first  # not yet, but it is there
     assert [row["wall"] for row in speed.read_rows(tmp_path / "speed.csv")] == ["0.2"] * 2 + [
         "1.0"
     ] * 2
-    assert speed.main(speed.Options("awx", readme=readme, results=tmp_path)) == 2
+    assert speed.main(speed.Options("awx", page=page, results=tmp_path)) == 2
     assert capsys.readouterr().err.endswith("speed: --only takes start, or one of awr, crr\n")
 
 
@@ -591,15 +635,15 @@ def test_start_table_by_hand(monkeypatch):
     monkeypatch.undo()
     assert speed.START.keys() == ALGOS.keys()
     for algo, flags in speed.START.items():
-        ALGOS[algo].check_args(tyro.cli(ALGOS[algo].Args, args=flags.split()))
+        check_flags(ALGOS[algo], flags.split())
 
 
 def test_published_starts():
     """A row for each script, with the flags that it was started with."""
-    readme = (ROOT / "README.md").read_text()
+    page = (ROOT / "benchmark" / "SPEED.md").read_text()
     for algo, flags in speed.START.items():
         row = rf"\| {algo}\.py \| (\S+) \| (\S+) \| (\S+) \| (\S+) \| (.*) \|"
-        *numbers, shown = re.search(row, readme).groups()
+        *numbers, shown = re.search(row, page).groups()
         assert all(float(number) > 0 for number in numbers)
         assert shown == (f"`{flags}`" if flags else "-")
 
@@ -728,13 +772,13 @@ def test_every_reference_has_a_script_a_package_and_a_row_of_ours():
         assert f'"{row}"' in text and row in rows
         assert (ROOT / "benchmark" / "results" / row / "1" / "args.json").is_file()
     measured = {f"{row.rpartition('__')[0]}__{variant}" for _, row, variant, _ in references.RUNS}
-    glance = {  # Dreamer's are Stable-Baselines3's, by a script of their own
-        "__".join((algo, *task, name))
-        for algo, (task, names, _) in report.GLANCE.items()
-        for name in names
+    headlines = {  # Dreamer's are Stable-Baselines3's, by a script of their own
+        "__".join((algo, *line.task, name))
+        for algo, line in report.HEADLINES.items()
+        for name in line.references
         if algo != "dreamer"
     }
-    assert glance <= measured
+    assert headlines <= measured
 
 
 def test_a_reference_that_fails_does_not_stop_the_others(monkeypatch, tmp_path, capfd):
@@ -782,7 +826,7 @@ def test_a_reference_is_published_beside_our_row(tmp_path, monkeypatch):
     task.args |= {"dataset": "random:300", "eval_episodes": 2}
     env = common.make_env("Pendulum-v1")
     ours = common.load_dataset("random:300", env, seed=3, reward_scale=0.1)
-    assert task.load_dataset().fingerprint() == ours.fingerprint()
+    assert task.load_dataset().fingerprint == ours.fingerprint
 
     def policy(obs: np.ndarray) -> np.ndarray:
         return np.random.uniform(-2, 2, (len(obs), 1)).astype(np.float32)

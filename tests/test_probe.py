@@ -18,15 +18,18 @@ def values(algo, args, obs, action):
         obs = (obs - checkpoint["obs_mean"]) / checkpoint["obs_std"]
     with torch.no_grad():
         if algo.ALGO in ("rlpd", "mbpo"):
-            sizes = (3, True) if algo.ALGO == "rlpd" else (2, False)
-            critic = algo.EnsembleCritic(sizes[0], 1, 1, args.hidden_dim, layer_norm=sizes[1])
+            sizes = (1, 1, [args.hidden_dim] * 2, args.critic_layer_norm)
+            if algo.ALGO == "rlpd":
+                critic = algo.EnsembleCritic(args.num_critics, *sizes)
+            else:
+                critic = algo.TwoCritics(*sizes)
             critic.load_state_dict(checkpoint["critic"])
             return critic(obs, torch.tensor(action, dtype=torch.float32)[:, None]).mean(0).tolist()
         if algo.ALGO == "crr":
             critic = algo.TwinCritic(1, 1, args.hidden_dim)
             critic.load_state_dict(checkpoint["critic"])
             return critic(obs, torch.tensor(action, dtype=torch.float32)[:, None]).mean(0).tolist()
-        value = algo.Value(1, args.hidden_dim)
+        value = algo.Value(1, args.hidden_dim, torch.zeros(()), torch.ones(()))
         value.load_state_dict(checkpoint["value"])
         return value(obs).tolist()
 
@@ -45,9 +48,9 @@ def probe_args(algo, tiny):
         "crr": {"tau": 0.05},
         "rlpd": {"tau": 0.05, "offline_batch_ratio": 1.0, "alpha": 0.0, "learning_starts": 0}
         | {"gradient_updates_per_step": 1},
-        # half of it real: without entropy, imagined steps soon are all of one action
-        "mbpo": {"tau": 0.05, "alpha": 0.0, "learning_starts": 100, "real_ratio": 0.5}
-        | {"model_train_interval": 100, "max_model_epochs": 20, "retain_steps": 100}
+        # half of it real, and some entropy: else imagined steps soon are all of one action
+        "mbpo": {"tau": 0.05, "alpha": 0.05, "learning_starts": 100, "real_ratio": 0.5}
+        | {"model_train_interval": 100, "max_model_updates": 200, "retain_steps": 100}
         | {"model_hidden_dim": 32, "rollout_batch_size": 2_000, "max_rollout_length": 1},
         "fqf": {"learning_starts": 100, "target_interval": 20, "num_fractions": 8}
         # a Huber loss of a large kappa rounds quantiles off
@@ -192,7 +195,11 @@ def test_S1_online_truncation_bootstraps(algo, probe_args):
     result = algo.train(args)
     assert result["eval/return_mean"] == pytest.approx(10, abs=0.1)
     assert greedy_action(algo, args) == pytest.approx(0.5, abs=0.1)
-    assert values(algo, args, [0.0, 0.0], [0.5, -0.5]) == pytest.approx([10, 9], abs=0.4)
+    # with alpha, a later step is worth 1 - sigma^2 + alpha (log sigma + log(2 pi e) / 2), where
+    # sigma^2 = alpha / 2 is best: at 0.05 that is 1 - 0.046
+    lost = {"rlpd": 0.0, "mbpo": 9 * 0.046}[algo.ALGO]
+    expected = pytest.approx([10 - lost, 9 - lost], abs=0.4)
+    assert values(algo, args, [0.0, 0.0], [0.5, -0.5]) == expected
 
 
 @pytest.mark.parametrize("algo", ["rlpd"], indirect=True)
@@ -252,7 +259,8 @@ def test_S1_S2_discrete_online_truncation_bootstraps(algo, probe_args, flags):
     """Action 6 pays 1 per step, truncated every tenth: Q(6) = 1 / (1 - 0.9) = 10, and one step of
     anything else costs 1. A cut that counts as an end gives less than 7. With three steps to a
     target and half of the actions random, Q is that of a worse policy: 6 is still the best."""
-    args = replace(probe_args, env_id="Choice-v0", gamma=0.9, total_timesteps=1500, **flags)
+    task = {"env_id": "Choice-v0", "gamma": 0.9, "total_timesteps": 1500, "seed": 2}
+    args = replace(probe_args, **task, **flags)
     assert algo.train(args)["eval/return_mean"] == 10
     q = expected_returns(args, [0.0])
     if "n_steps" in flags:

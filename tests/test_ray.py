@@ -16,7 +16,10 @@ from conftest import ROOT, assert_same_state, load, processes, published, wait_u
 
 from benchmark import run
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc"),
+]
 
 TOTAL = 6000  # seconds of a run, in which a busy machine must find the time to kill it twice
 TINY = "--hidden-dim 16 --batch-size 32 --eval-interval 3000 --eval-episodes 1"
@@ -131,7 +134,7 @@ def test_a_folder_that_is_not_shared(cluster, options, monkeypatch, capsys):
 def test_ctrl_c_leaves_checkpoints(options):
     """The real command; a terminal sends the signal to all processes of the group."""
     pytest.importorskip("ray", reason="--ray is optional: pip install ray")
-    name = "crr__Pendulum-v1__shipped__bc"  # minutes; another seed waits for a core
+    name = "crr__Pendulum-v1__shipped__mean-binary"  # minutes; another seed waits for a core
     command = [sys.executable, "benchmark/run.py", "--ray", "local", "--only", name, "--seeds", "9"]
     command += ["--runs", options.runs, "--results", options.results]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -166,6 +169,8 @@ def test_the_next_worker_waits_for_the_end_of_the_last_one(options, monkeypatch)
         waiter = re.compile(rf"-> FLOCK .*:{entry.lock.stat().st_ino} ")
         wait_until(lambda: waiter.search(Path("/proc/locks").read_text()))
         (entry.run_dir / "args.json").write_text(json.dumps({"total_updates": TOTAL}))
+        (entry.run_dir / "generation.txt").write_text(str(entry.generation))
+        (entry.run_dir / "checkpoint.pt").touch()
         rows = f"step,seconds,key,value\n{TOTAL},1,eval/return_max,0\n"
         (entry.run_dir / "metrics.csv").write_text(rows)
     thread.join()

@@ -1,7 +1,8 @@
 """benchmark/report.py against numbers that were worked out by hand or by brute force."""
 
 import itertools
-import re
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,18 +10,36 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmark import report
+from benchmark import report, speed
 
 ROOT = Path(__file__).resolve().parents[1]
 GROUP = ("crr", "Env-v1", "shipped")
-MARKERS = (b"<!-- results:begin -->", b"<!-- results:end -->")
-GLANCE = (b"<!-- glance:begin -->", b"<!-- glance:end -->")
-BEFORE, AFTER = b"# caf\xe9\r\ntext \n\n", b"\r\nmore\t\n\n| a | 1.0 |"  # no UTF-8, mixed line ends
-BETWEEN = b"\r\n \nin between"
+RESULTS = (b"<!-- results:begin -->", b"<!-- results:end -->")
+HEADLINE = (b"<!-- headline:begin -->", b"<!-- headline:end -->")
+SPEED = (b"<!-- speed:begin -->", b"<!-- speed:end -->")
+BEFORE, AFTER = b"# caf\xc3\xa9\r\ntext \n\n", b"\r\nmore\t\n\n| a | 1.0 |"  # mixed line ends
+SOURCE = """import math
 
 
-def write_run(folder: Path, curve: dict[int, float], behaviour: float | None = None) -> None:
+class Critic:
+    @staticmethod
+    def forward(x):
+        return x  # [B]
+
+
+@torch.no_grad()
+def crr_loss(x):
+    return x
+
+"""
+
+
+def write_run(
+    folder: Path, curve: dict[int, float], behaviour: float | None = None, generation: int = 0
+) -> None:
     rows = ["step,seconds,key,value"]
+    if generation:
+        rows.append(f"0,0,generation,{generation}")
     if behaviour is not None:
         rows.append(f"0,0.1,stats/behaviour_return,{behaviour}")
     for step, value in curve.items():
@@ -31,22 +50,23 @@ def write_run(folder: Path, curve: dict[int, float], behaviour: float | None = N
 
 @pytest.fixture
 def options(tmp_path: Path) -> report.Options:
-    """Four seeds with last = 10 20 40 100 and best = 60 50 80 200, BC, a random policy, a README.
+    """Four seeds with last = 10 20 40 100 and best = 60 50 80 200, BC, a random policy; a repo with
+    a README, the page of one algorithm and its file.
 
     Step 0 is higher than all else: an untrained network must never be the best one.
     """
-    results = tmp_path / "results"
+    results, root = tmp_path / "results", tmp_path / "root"
     write_run(results / "random__Env-v1" / "1", {0: -3.5})
     for seed, best, last in ((1, 60, 10), (2, 50, 20), (3, 80, 40), (4, 200, 100)):
         curve = {0: 999, 500: best, 1000: last}
         write_run(results / "crr__Env-v1__shipped__mean-exp" / str(seed), curve, behaviour=12)
     write_run(results / "crr__Env-v1__shipped__bc" / "1", {0: 1, 500: 9, 1000: 7}, behaviour=22)
-    sections = GLANCE[0] + b"old" + GLANCE[1] + BETWEEN + MARKERS[0] + b"old" + MARKERS[1]
-    (tmp_path / "README.md").write_bytes(BEFORE + sections + AFTER)
-    docs = tmp_path / "docs"
-    return report.Options(
-        results, tmp_path / "README.md", docs / "figures", page=docs / "page" / "index.html"
-    )
+    (root / "algos").mkdir(parents=True)
+    (root / "README.md").write_bytes(BEFORE + b"old".join(HEADLINE) + AFTER)
+    quote = b"<!-- quote crr_loss -->\nold\n<!-- end quote -->"
+    (root / "algos" / "crr.md").write_bytes(BEFORE + quote + b"old".join(RESULTS) + AFTER)
+    (root / "algos" / "crr.py").write_text(SOURCE)
+    return report.Options(results, root)
 
 
 def cells(table: str) -> list[list[str]]:
@@ -126,61 +146,70 @@ def test_interval_is_stratified_by_task():
 # ---- tables
 
 
+def table_of(folder: Path, algo: str) -> list[list[str]]:
+    results = report.read_results(folder)
+    return cells(report.table(results | report.side_by_side(results), algo))
+
+
 def test_table_by_hand(options):
-    table = cells(report.table(report.read_results(options.results), GROUP))
+    table = table_of(options.results, "crr")
     assert table[0] == [
+        "task",
         "variant",
         "seeds",
         "updates",
         "random policy",
         "behaviour policy",
-        "BC",
         "last: IQM [95 % interval]",
-        "last: mean [95 % interval]",
         "best: IQM [95 % interval]",
     ]
-    assert len(table[1]) == 9 and set("".join(table[1])) == set(":- ") - {" "}
+    assert len(table[1]) == 8 and set("".join(table[1])) == set(":- ") - {" "}
     last_low, last_high = report.bootstrap_interval(np.array([[10.0], [20], [40], [100]]))
     best_low, best_high = report.bootstrap_interval(np.array([[60.0], [50], [80], [200]]))
-    # behaviour: (4 * 12 + 22) / 5; last: (20 + 40) / 2 and 170 / 4; best: (60 + 80) / 2
-    # the mean's interval: the quantiles of all 4^4 equally likely resamples
-    means = [np.mean(draw) for draw in itertools.product([10.0, 20, 40, 100], repeat=4)]
-    low, high = np.percentile(means, [2.5, 97.5])
-    name, *_, mean, _ = table[2]
-    mean, mean_low, mean_high = map(float, re.findall(r"[\d.]+", mean))
-    assert (name, mean) == ("mean-exp", 42.5)
-    assert (mean_low, mean_high) == (pytest.approx(low, abs=2.6), pytest.approx(high, abs=2.6))
+    # behaviour: (4 * 12 + 22) / 5; last: (20 + 40) / 2; best: (60 + 80) / 2
     last = f"30.0 [{last_low:.1f}, {last_high:.1f}]"
     best = f"70.0 [{best_low:.1f}, {best_high:.1f}]"
-    assert table[2][:7] == ["mean-exp", "4", "1,000", "-3.5", "14.0", "7.0", last]
-    assert table[2][8] == best
+    task = "Env-v1, shipped"
+    assert table[2] == [task, "mean-exp", "4", "1,000", "-3.50", "14.0", last, best]
     # BC stands last although b < m; one seed has no interval
-    assert table[3] == ["bc", "1", "1,000", "-3.5", "14.0", "7.0", "7.0", "7.0", "9.0"]
+    assert table[3] == [task, "bc", "1", "1,000", "-3.50", "14.0", "7.00", "9.00"]
     assert len(table) == 4
+
+
+def test_mean_and_its_interval_by_hand():
+    """170 / 4, and the quantiles of all 4^4 equally likely resamples."""
+    scores = np.array([10.0, 20, 40, 100])
+    means = [np.mean(draw) for draw in itertools.product(scores, repeat=4)]
+    mean, low, high = report.estimate(scores, report.mean)
+    assert mean == 42.5
+    assert (low, high) == pytest.approx(tuple(np.percentile(means, [2.5, 97.5])), abs=2.6)
 
 
 def test_table_without_references(tmp_path):
     write_run(tmp_path / "awr__Env-v2__random-10__exp" / "1", {100: 2.04})
     write_run(tmp_path / "random__Other-v0" / "1", {0: 1})
-    table = cells(report.table(report.read_results(tmp_path), ("awr", "Env-v2", "random-10")))
-    assert table[2] == ["exp", "1", "100", "-", "-", "-", "2.0", "2.0", "2.0"]
+    line = ["Env-v2, random-10", "exp", "1", "100", "-", "-", "2.04", "2.04"]
+    assert table_of(tmp_path, "awr")[2:] == [line]
 
 
-def test_groups_have_tables_and_figures_of_their_own(options, capsys):
+def test_digits():
+    """As many as a reader needs, and no minus before a zero."""
+    values = (-1234.56, 9.876, -0.75, -0.001, None)
+    assert [*map(report.number, values)] == ["-1234.6", "9.88", "-0.75", "0.00", "-"]
+
+
+def test_groups_have_figures_of_their_own(options):
     write_run(options.results / "crr__Env-v1__random-10__max-exp" / "1", {100: 77})
     assert report.main(options) == 0
-    printed = capsys.readouterr().out
-    first, second = printed.split("### ")[1:]  # random-10, shipped
-    assert "| 77.0 |" in first and "| 42.5 [" not in first
-    assert "| 77.0 |" not in second and "| 42.5 [" in second
-    for dataset, part in (("random-10", first), ("shipped", second)):
-        path = f"docs/figures/crr__Env-v1__{dataset}.png"
-        assert f"]({path})" in part and (options.readme.parent / path).is_file()
+    page = (options.root / "algos" / "crr.md").read_text()
+    for dataset in ("random-10", "shipped"):
+        assert f"](../../results/crr__Env-v1__{dataset}.png)" in page
+        assert (options.results / f"crr__Env-v1__{dataset}.png").is_file()
 
 
-def test_algorithms_on_the_same_data_come_first_side_by_side(options, capsys):
-    """AWR and CRR's main variant on shipped; BC is MARWIL's where there is one. AWR's own table
-    would say nothing new, CRR's has its other variants; random-10 has CRR alone."""
+def test_algorithms_on_the_same_data_stand_side_by_side(options):
+    """AWR and CRR's main variant on shipped; BC is MARWIL's where CRR has none. random-10 has CRR
+    alone, and MARWIL, which only clones there, has no page's worth of results."""
     for seed in (1, 2):
         write_run(options.results / "awr__Env-v1__shipped__default" / str(seed), {0: 1, 900: 66})
         write_run(
@@ -188,71 +217,118 @@ def test_algorithms_on_the_same_data_come_first_side_by_side(options, capsys):
         )
     write_run(options.results / "marwil__Env-v1__shipped__bc" / "1", {0: 1, 900: 33})
     write_run(options.results / "crr__Env-v1__random-10__mean-binary" / "1", {100: 77})
-    assert report.main(options) == 0
-    together, alone, own = capsys.readouterr().out.split("### ")[1:]
-    assert [part.splitlines()[0] for part in (together, alone, own)] == [
-        "Env-v1, shipped",
-        "crr, Env-v1, random-10",
-        "crr, Env-v1, shipped",
+    awr = table_of(options.results, "awr")[2:]
+    assert [(row[0], row[1], row[2], row[6]) for row in awr] == [
+        ("Env-v1, shipped", "default", "2", "66.0 [66.0, 66.0]"),
+        ("Env-v1, shipped", "crr", "2", "55.0 [55.0, 55.0]"),
+        ("Env-v1, shipped", "bc", "1", "33.0"),
     ]
-    rows = cells(together.split("\n\n")[1])[2:]
-    assert [(row[0], row[1], row[5], row[6]) for row in rows] == [
-        ("awr", "2", "33.0", "66.0 [66.0, 66.0]"),
-        ("crr", "2", "33.0", "55.0 [55.0, 55.0]"),
-        ("bc", "1", "33.0", "33.0"),
+    crr = table_of(options.results, "crr")[2:]
+    assert [(row[0], row[1]) for row in crr] == [
+        ("Env-v1, random-10", "mean-binary"),
+        ("Env-v1, shipped", "mean-binary"),  # the main one first
+        ("Env-v1, shipped", "mean-exp"),
+        ("Env-v1, shipped", "awr"),
+        ("Env-v1, shipped", "bc"),
     ]
-    rows = cells(own.split("\n\n")[1])[2:]
-    assert [row[0] for row in rows] == ["mean-binary", "mean-exp", "bc"]
-    assert {row[5] for row in rows} == {"7.0"}  # its own BC
     results = report.read_results(options.results)
     results |= report.side_by_side(results)
     assert report.references(results, ("awr", "Env-v1", "shipped"))["BC"] == 33  # it has none
-    assert (options.figures / "all__Env-v1__shipped.png").is_file()
+    assert report.references(results, ("crr", "Env-v1", "shipped"))["BC"] == 7  # its own
+    assert report.tasks_of(results, "marwil") == {}
+    assert report.main(options) == 0
+    assert (options.results / "all__Env-v1__shipped.png").is_file()
+    assert (
+        "](../../results/all__Env-v1__shipped.png)"
+        in (options.root / "algos" / "crr.md").read_text()
+    )
 
 
-def test_online_algorithms_stand_apart_and_ablations_beside_their_default(options, capsys):
-    """RLPD counts environment steps: it is in no table of updates. Its ablations get a table of
-    their own with the default in it, and both get the BC of the offline file on the same data."""
+def test_the_task_of_the_readme_comes_first(tmp_path):
+    for env, dataset in (("Acrobot-v1", "none"), ("CartPole-v1", "none"), ("Zoo-v1", "none")):
+        write_run(tmp_path / f"fqf__{env}__{dataset}__default" / "1", {0: 1, 300: 9})
+    tasks = [row[0] for row in table_of(tmp_path, "fqf")[2:]]
+    assert tasks == ["CartPole-v1", "Acrobot-v1", "Zoo-v1"]
+
+
+def test_online_algorithms_stand_apart_and_ablations_beside_their_default(options):
+    """RLPD counts environment steps: CRR is not in its table. Cloning on the same data is, and its
+    budget says that it is counted in updates. The ablations have a figure of their own, with the
+    default in it."""
     for name, value in (("rlpd", 50), ("rlpd-ablation", 40)):
-        variant = "default" if name == "rlpd" else "no-layer-norm"
+        variant = "default" if name == "rlpd" else "a-layer-less"
         for seed in (1, 2):
             folder = options.results / f"{name}__Env-v1__shipped__{variant}" / str(seed)
             write_run(folder, {0: 1, 300: value}, behaviour=12)
     write_run(options.results / "rlpd__Env-v1__shipped__sac" / "1", {0: 1, 300: 30})
     write_run(options.results / "crr__Env-v1__shipped__mean-binary" / "1", {0: 1, 900: 55})
-    write_run(options.results / "marwil__Other-v1__shipped__bc" / "1", {0: 1, 900: 33})
-    write_run(options.results / "rlpd__Other-v1__shipped__default" / "1", {0: 1, 300: 77})
+    table = table_of(options.results, "rlpd")
+    assert table[0][3] == "environment steps"
+    assert table_of(options.results, "crr")[0][3] == "updates"
+    assert [row[1:7] for row in table[2:]] == [
+        ["default", "2", "300", "-3.50", "12.0", "50.0 [50.0, 50.0]"],
+        ["sac", "1", "300", "-3.50", "12.0", "30.0"],
+        ["a-layer-less", "2", "300", "-3.50", "12.0", "40.0 [40.0, 40.0]"],
+        ["bc", "1", "1,000 updates", "-3.50", "12.0", "7.00"],
+    ]
+    results = report.read_results(options.results)
+    results |= report.side_by_side(results)
+    ablation = report.group_of(results, ("rlpd-ablation", "Env-v1", "shipped"))
+    assert list(ablation) == ["a-layer-less", "rlpd"]
     assert report.main(options) == 0
-    parts = capsys.readouterr().out.split("### ")[1:]
-    tables = {part.splitlines()[0]: cells(part.split("\n\n")[1]) for part in parts}
-    assert list(tables) == [
-        "crr, Env-v1, shipped",
-        "rlpd, Env-v1, shipped",
-        "rlpd, Other-v1, shipped",
-        "rlpd-ablation, Env-v1, shipped",
+    for name in ("rlpd", "rlpd-ablation"):
+        assert (options.results / f"{name}__Env-v1__shipped.png").is_file()
+
+
+def test_what_gail_sees_little_of_is_also_cloned(tmp_path):
+    write_run(tmp_path / "gail__Env-v1__Env-v1-expert__few" / "1", {0: 1, 300: 9})
+    write_run(tmp_path / "marwil__Env-v1__Env-v1-few__bc" / "1", {0: 1, 700: 5})
+    table = table_of(tmp_path, "gail")
+    assert [(row[1], row[3], row[6]) for row in table[2:]] == [
+        ("few", "300", "9.00"),
+        ("few-bc", "700 updates", "5.00"),
     ]
-    online = tables["rlpd, Env-v1, shipped"]
-    assert online[0][2] == "environment steps" and tables["crr, Env-v1, shipped"][0][2] == "updates"
-    assert [row[:7] for row in online[2:]] == [
-        ["default", "2", "300", "-3.5", "12.0", "7.0", "50.0 [50.0, 50.0]"],
-        ["sac", "1", "300", "-3.5", "12.0", "7.0", "30.0"],
-    ]
-    assert tables["rlpd, Other-v1, shipped"][2][5] == "33.0"
-    ablation = tables["rlpd-ablation, Env-v1, shipped"]
-    assert [(row[0], row[6][:4]) for row in ablation[2:]] == [
-        ("no-layer-norm", "40.0"),
-        ("rlpd", "50.0"),
-    ]
-    assert ablation[0][2] == "environment steps"
 
 
 @pytest.mark.parametrize("algo", report.ONLINE)
 def test_online_algorithms_are_counted_in_environment_steps(tmp_path, algo):
     write_run(tmp_path / f"{algo}__Env-v1__none__default" / "1", {0: 1, 300: 9})
     write_run(tmp_path / f"{algo}-ablation__Env-v1__none__less" / "1", {0: 1, 300: 5})
-    results = report.read_results(tmp_path)
+    assert table_of(tmp_path, algo)[0][3] == "environment steps"
     for name in (algo, f"{algo}-ablation"):
-        assert cells(report.table(results, (name, "Env-v1", "none")))[0][2] == "environment steps"
+        assert report.unit((name, "Env-v1", "none")) == "environment steps"
+
+
+def test_runs_of_older_code_are_marked(tmp_path, monkeypatch):
+    """Two seeds, the second made again; a row that is all new; a peer's, without a generation."""
+    rows = [
+        report.run.Row("fqf", "CartPole-v1", "none", name, "", 1) for name in ("default", "new")
+    ]
+    monkeypatch.setattr(report.run, "TABLE", rows)
+    monkeypatch.setitem(report.run.GENERATION, "fqf", 3)
+    folder = tmp_path / "fqf__CartPole-v1__none__default"
+    write_run(folder / "1", {0: 1, 300: 9})
+    write_run(folder / "2", {0: 1, 300: 9}, generation=3)
+    write_run(tmp_path / "fqf__CartPole-v1__none__new" / "1", {0: 1, 300: 9}, generation=3)
+    write_run(tmp_path / "fqf__CartPole-v1__none__tianshou" / "1", {0: 1, 300: 9})
+    variants = [row[1] for row in table_of(tmp_path, "fqf")[2:]]
+    assert variants == ["default \u2020", "new", "tianshou"]
+    results = report.read_results(tmp_path)
+    for text in (report.section(results, "fqf", ""), report.headline(results, ROOT)):
+        assert text.count(report.OLDER) == 1
+    rows = report.page_data(results)["rows"]
+    assert {row["variant"]: row["older"] for row in rows} == {
+        "default": True,
+        "new": False,
+        "tianshou": False,
+    }
+    for generation, is_older in ((2, True), (3, False)):
+        (folder / "1" / "metrics.csv").write_text(
+            f"step,seconds,key,value\n0,0,generation,{generation}\n300,1,eval/return_mean,9\n"
+        )
+        results = report.read_results(tmp_path)
+        assert (report.OLDER in report.section(results, "fqf", "")) == is_older
+        assert (report.OLDER in report.headline(results, ROOT)) == is_older
 
 
 # ---- curves
@@ -276,8 +352,10 @@ def test_early_stop_is_carried_forward(tmp_path):
     steps, returns = report.learning_curve(results[(*GROUP, "exp")])
     assert steps.tolist() == [0, 10, 20, 30]
     assert returns.tolist() == [[1, 2, 3, 4], [5, 8, 8, 8], [6, 6, 7, 9]]
-    row = cells(report.table(results, GROUP))[2]
-    assert row[2] == "10-30" and row[7].startswith("7.0 [")  # (4 + 8 + 9) / 3
+    row = cells(report.table(results, "crr"))[2]
+    low, high = report.bootstrap_interval(np.array([[4.0], [8], [9]]))
+    assert row[3] == "10-30"
+    assert row[6] == f"7.50 [{low:.2f}, {high:.2f}]"  # (4 / 4 + 8 + 9 / 4) / 1.5
 
 
 def test_curve_starts_where_all_seeds_have_a_value(tmp_path):
@@ -294,20 +372,20 @@ def test_figure_draws_the_numbers(options, monkeypatch):
     write_run(options.results / "crr__Env-v1__shipped__a-low" / "1", {0: 1, 1000: 2})
     drawn = []
     monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kwargs: drawn.append(self))
-    report.figure(report.read_results(options.results), GROUP, options.figures / "x.png")
+    report.figure(report.read_results(options.results), GROUP, options.results / "x.png")
     (axes,) = drawn[0].axes
     lines = {line.get_label(): line for line in axes.lines}
     assert lines["mean-exp"].get_xdata().tolist() == [0, 500, 1000]
     assert lines["mean-exp"].get_ydata().tolist() == [999, 70, 30]
     assert lines["bc"].get_ydata().tolist() == [1, 9, 7]
-    for label, value in (("random (-3.5)", -3.5), ("behaviour (14.0)", 14)):
+    for label, value in (("random (-3.50)", -3.5), ("behaviour (14.0)", 14)):
         assert set(lines[label].get_ydata()) == {value}
         assert lines[label].get_linestyle() != "-"
     band = axes.collections[1].get_paths()[0].vertices
     expected = report.bootstrap_interval(np.array([[10.0], [20], [40], [100]]))
     assert set(band[band[:, 0] == 1000][:, 1]) == set(expected)
     legend = [text.get_text() for text in drawn[0].legends[0].get_texts()]
-    assert legend == ["mean-exp", "bc", "a-low", "random (-3.5)", "behaviour (14.0)"]
+    assert legend == ["mean-exp", "bc", "a-low", "random (-3.50)", "behaviour (14.0)"]
 
 
 def test_one_fall_does_not_flatten_the_figure(tmp_path, monkeypatch):
@@ -338,7 +416,7 @@ def test_steps_of_a_figure_are_logarithmic_if_one_variant_has_many_more(
 
 def test_figure_file(options):
     results = report.read_results(options.results)
-    paths = [options.figures / name for name in ("a.png", "b.png")]
+    paths = [options.results / name for name in ("a.png", "b.png")]
     for path in paths:
         report.figure(results, GROUP, path)
     png = paths[0].read_bytes()
@@ -382,104 +460,125 @@ def test_overview(tmp_path, monkeypatch):
 
 def test_no_overview_of_unknown_tasks(options):
     assert report.main(options) == 0
-    assert not (options.figures / "overview.png").exists()
+    assert not (options.results / "overview.png").exists()
 
 
 def test_overview_shows_all_eight():
     results = report.read_results(ROOT / "benchmark" / "results")
-    assert [*report.OVERVIEW] == ["awr", "marwil", "crr", "rlpd", "mbpo", "fqf", "gail", "dreamer"]
-    for algo, task in report.OVERVIEW.items():
-        assert (algo, *task, report.main_variant(algo)) in results
-        assert ("random", task[0]) in results
+    assert [*report.HEADLINES] == ["awr", "marwil", "crr", "rlpd", "mbpo", "fqf", "gail", "dreamer"]
+    for algo, line in report.HEADLINES.items():
+        assert (algo, *line.task, report.main_variant(algo)) in results
+        assert ("random", line.task[0]) in results
 
 
-# ---- at a glance
+# ---- the table of the README
 
 
-def test_glance_by_hand(tmp_path):
-    """Two algorithms with results: CRR with a reference of two seeds, MBPO with one of the two."""
+def test_headline_by_hand(tmp_path):
+    """CRR with a reference of two seeds; FQF with one that had more steps; MBPO with none."""
     write_run(tmp_path / "random__Pendulum-v1" / "1", {0: -1200})
     crr, mbpo = "crr__Pendulum-v1__random-100000", "mbpo__Pendulum-v1__none"
+    fqf = "fqf__CartPole-v1__none"
     for seed, last in ((1, -100), (2, -120), (3, -140), (4, -400)):
-        write_run(tmp_path / f"{crr}__mean-binary" / str(seed), {0: 9, 500: 8, 900: last}, -1300)
+        write_run(tmp_path / f"{crr}__mean-binary" / str(seed), {0: 9, 500: 8, 900: last}, -1300, 9)
     for seed, last in ((1, -150), (2, -170)):
         write_run(tmp_path / f"{crr}__d3rlpy" / str(seed), {0: 9, 900: last})
-    write_run(tmp_path / f"{crr}__bc" / "1", {0: 9, 900: -1100})
-    write_run(tmp_path / f"{mbpo}__default" / "1", {0: 9, 900: -145.04})
-    write_run(tmp_path / f"{mbpo}__sbx-sac" / "1", {0: 9, 900: -960})
-    results = report.read_results(tmp_path)
-    text = report.glance(results)
+    write_run(tmp_path / f"{mbpo}__default" / "1", {0: 9, 900: -145.04}, generation=9)
+    write_run(tmp_path / f"{fqf}__default" / "1", {0: 0, 1000: 6}, generation=9)
+    write_run(tmp_path / f"{fqf}__tianshou" / "1", {0: 0, 990: 4.25, 1010: 7, 5000: 30})
+    (tmp_path / "root" / "algos").mkdir(parents=True)
+    for name, num_lines in (("crr", 3), ("mbpo", 4), ("fqf", 5)):
+        (tmp_path / "root" / "algos" / f"{name}.py").write_text("x\n" * num_lines)
+    (tmp_path / "root" / "algos" / "crr.md").write_text("")
+    text = report.headline(report.read_results(tmp_path), tmp_path / "root")
     head, _, *rows = cells(text.split("\n\n")[0])
-    assert [len(row) for row in (head, *rows)] == [9, 9, 9]
+    assert [len(row) for row in (head, *rows)] == [8, 8, 8, 8]
     low, high = report.bootstrap_interval(np.array([[-100.0], [-120], [-140], [-400]]))
-    ours = f"-130.0 [{low:.1f}, {high:.1f}] (4)"  # (-120 - 140) / 2
     assert rows[0] == [
-        "crr",
-        "Pendulum-v1, random-100000",
-        "-1200.0",
-        "-1300.0",  # a reference says nothing about the data
-        "-1100.0",
-        ours,
-        "d3rlpy: -160.0 (2)",  # (-150 - 170) / 2
-        "no figure that we could check",
-        f"`python benchmark/run.py --only {crr}__mean-binary --seeds 4 --results runs/again`",
+        "CRR ([paper](https://arxiv.org/abs/2006.15134), [page](algos/crr.md))",
+        "[`crr.py`](algos/crr.py)",
+        "3",
+        "a dataset",
+        "continuous, discrete",
+        "Pendulum-v1, random-100000 (-1200.0)",
+        f"-130.0 [{low:.1f}, {high:.1f}] (4)",  # (-120 - 140) / 2
+        "d3rlpy -160.0 (2)",  # (-150 - 170) / 2
     ]
-    assert rows[1][:7] == [
-        "mbpo",
-        "Pendulum-v1",
-        "-1200.0",
-        "-",
-        "-",
-        "-145.0 (1)",
-        "sbx-sac: -960.0 (1)",
-    ]
-    assert rows[1][7].startswith("Ant: its 300,000 steps")
-    results.pop(("mbpo", "Pendulum-v1", "none", "sbx-sac"))
-    assert cells(report.glance(results).split("\n\n")[0])[3][6] == "-"
+    assert [rows[1][i] for i in (2, 5, 6, 7)] == ["4", "Pendulum-v1 (-1200.0)", "-145.0 (1)", "-"]
+    assert rows[1][0] == "MBPO ([paper](https://arxiv.org/abs/1906.08253))"  # it has no page
+    # what the reference had reached within 1,000 steps
+    assert rows[2][5:] == ["CartPole-v1 (-)", "6.00 (1)", "tianshou 4.25 (1)"]
+    assert report.OLDER not in text
 
 
-def test_glance_has_a_line_of_each_algorithm_and_its_command_is_known():
+def test_headline_has_a_line_of_each_algorithm():
     results = report.read_results(ROOT / "benchmark" / "results")
-    rows = cells(report.glance(results).split("\n\n")[0])[2:]
-    assert [row[0] for row in rows] == [*report.OVERVIEW] == [*report.GLANCE]
-    names = [entry.name for entry in report.run.TABLE]
-    for row in rows:
-        only = row[8].split()[3]
-        assert [name for name in names if only in name] == [only]  # it runs this row alone
-        assert row[6] != "-" and row[7]
+    rows = cells(report.headline(results, ROOT).split("\n\n")[0])[2:]
+    assert len(rows) == 8
+    for row, algo in zip(rows, report.HEADLINES):
+        num_lines = len((ROOT / "algos" / f"{algo}.py").read_text().splitlines())
+        assert f"`{algo}.py`" in row[1] and row[2] == str(num_lines)
+        assert algo == "dreamer" or row[7] != "-"
 
 
-# ---- the README
+# ---- quotes
 
 
-def test_readme_outside_the_markers_is_untouched(options, capsys):
+def test_quotes_are_refreshed():
+    """A function with its decorator, a method without its indentation, a class as it is."""
+    page = "a\n" + "b\n".join(
+        f"<!-- quote {name} -->\nold\n```\n<!-- end quote -->\n"
+        for name in ("crr_loss", "Critic.forward", "Critic")
+    )
+    loss = "@torch.no_grad()\ndef crr_loss(x):\n    return x"
+    method = "@staticmethod\ndef forward(x):\n    return x  # [B]"
+    whole = SOURCE.split("\n\n\n")[1]
+    new = report.quoted(page, SOURCE)
+    assert new == "a\n" + "b\n".join(
+        f"<!-- quote {name} -->\n```python\n{text}\n```\n<!-- end quote -->\n"
+        for name, text in (("crr_loss", loss), ("Critic.forward", method), ("Critic", whole))
+    )
+    assert report.quoted(new, SOURCE) == new
+    with pytest.raises(report.ReportError, match="quotes gone"):
+        report.quoted("<!-- quote gone -->\n<!-- end quote -->", SOURCE)
+
+
+# ---- what is written
+
+
+def test_outside_the_markers_nothing_changes(options):
     assert report.main(options) == 0
-    content = options.readme.read_bytes()
-    assert content.startswith(BEFORE + GLANCE[0]) and content.endswith(MARKERS[1] + AFTER)
-    glance, inside = content.split(GLANCE[1] + BETWEEN + MARKERS[0])
-    glance = glance.removeprefix(BEFORE + GLANCE[0]).decode()
-    inside = inside.removesuffix(MARKERS[1] + AFTER).decode()
+    readme = (options.root / "README.md").read_bytes()
+    page = (options.root / "algos" / "crr.md").read_bytes()
+    assert readme.startswith(BEFORE + HEADLINE[0]) and readme.endswith(HEADLINE[1] + AFTER)
+    quote = "<!-- quote crr_loss -->\n```python\n@torch.no_grad()\ndef crr_loss(x):\n    return x\n"
+    start = BEFORE + f"{quote}```\n<!-- end quote -->".encode() + RESULTS[0]
+    assert page.startswith(start) and page.endswith(RESULTS[1] + AFTER)
     results = report.read_results(options.results)
-    table = report.table(results, GROUP)
-    assert "old" not in inside and f"\n\n{table}\n\n" in inside
-    assert glance == f"\n\n{report.glance(results)}\n\n"
-    printed, _, places = capsys.readouterr().out.partition("\n\nwritten: ")
-    assert inside.strip() == printed.strip()
-    assert [Path(place).resolve() for place in places.strip().split(", ")] == [
-        options.readme,
-        options.page,
-    ]
+    inside = page.removeprefix(start).removesuffix(RESULTS[1] + AFTER).decode()
+    assert inside == f"\n\n{report.section(results, 'crr', '../../results/')}\n\n"
+    assert report.table(results, "crr") in inside and "old" not in readme.decode() + inside
     assert report.main(options) == 0
-    assert options.readme.read_bytes() == content
-    assert {path.name for path in options.readme.parent.iterdir()} == {
-        "README.md",
-        "docs",
-        "results",
-    }
+    assert (options.root / "README.md").read_bytes() == readme
+    assert (options.root / "algos" / "crr.md").read_bytes() == page
+    assert {path.name for path in options.root.glob("**/*.*")} == {"README.md", "crr.md", "crr.py"}
 
 
-def test_crash_while_writing_leaves_the_old_readme(options, monkeypatch, capsys):
-    old = options.readme.read_bytes()
+def test_speed_is_written_from_its_csv_files(options):
+    """Where there is a page for it."""
+    folder = options.root / "benchmark"
+    folder.mkdir()
+    (folder / "SPEED.md").write_bytes(BEFORE + b"old".join(SPEED) + AFTER)
+    for name in ("speed.csv", "start.csv"):
+        shutil.copy(ROOT / "benchmark" / "results" / name, options.results)
+    assert report.main(options) == 0
+    text = (folder / "SPEED.md").read_bytes().removeprefix(BEFORE + SPEED[0])
+    expected = speed.section(options.results)
+    assert text.removesuffix(SPEED[1] + AFTER).decode() == f"\n\n{expected}\n\n"
+
+
+def test_crash_while_writing_leaves_the_old_files(options, monkeypatch, capsys):
+    old = (options.root / "README.md").read_bytes()
 
     def full_disk(self, content):
         with open(self, "wb") as file:
@@ -489,39 +588,41 @@ def test_crash_while_writing_leaves_the_old_readme(options, monkeypatch, capsys)
     monkeypatch.setattr(Path, "write_bytes", full_disk)
     assert report.main(options) == 2
     assert "No space left" in one_line_of(capsys)
-    assert options.readme.read_bytes() == old
-    assert not list(options.readme.parent.glob("**/*.tmp"))
+    assert (options.root / "README.md").read_bytes() == old
+    assert not list(options.root.glob("**/*.tmp")) + list(options.results.glob("**/*.tmp"))
 
 
 @pytest.mark.parametrize(
     "content",
     [
         b"no markers",
-        b"only " + MARKERS[0],
-        b"only " + MARKERS[1],
-        MARKERS[1] + MARKERS[0],
-        MARKERS[0] + MARKERS[1] + MARKERS[0],
-        MARKERS[0] + MARKERS[1] + MARKERS[0] + MARKERS[1],
-        MARKERS[0] + MARKERS[1] + MARKERS[1],
+        b"only " + RESULTS[0],
+        b"only " + RESULTS[1],
+        RESULTS[1] + RESULTS[0],
+        RESULTS[0] + RESULTS[1] + RESULTS[0],
+        RESULTS[0] + RESULTS[1] + RESULTS[0] + RESULTS[1],
+        RESULTS[0] + RESULTS[1] + RESULTS[1],
     ],
 )
 @pytest.mark.parametrize("check", [False, True])
 def test_bad_markers(options, capsys, content, check):
-    options.readme.write_bytes(content)
+    page = options.root / "algos" / "crr.md"
+    page.write_bytes(content)
     options.check = check
     assert report.main(options) == 2
-    assert "<!-- results:begin -->" in one_line_of(capsys)
-    assert options.readme.read_bytes() == content
-    assert not options.figures.exists()
+    assert "<!-- results:begin --> and <!-- results:end -->" in one_line_of(capsys)
+    assert page.read_bytes() == content
+    assert not list(options.results.glob("*.*"))
 
 
-def test_other_results_have_a_readme_of_their_own(options, monkeypatch):
+def test_other_results_have_a_readme_of_their_own(options):
     """Those of --quick, say: nothing that is published changes, all of theirs is in one place."""
     readme = ROOT / "README.md"
     before = readme.stat().st_mtime_ns
     assert report.main(report.Options(options.results)) == 0
     assert readme.stat().st_mtime_ns == before
     text = (options.results / "README.md").read_text()
+    assert "## CRR\n" in text and "## AWR" not in text
     assert "| 30.0 [" in text and "](crr__Env-v1__shipped.png)" in text  # (20 + 40) / 2
     assert (options.results / "crr__Env-v1__shipped.png").is_file()
     assert (options.results / "index.html").is_file()
@@ -529,63 +630,52 @@ def test_other_results_have_a_readme_of_their_own(options, monkeypatch):
     assert (options.results / "README.md").read_text() == text
 
 
-def test_the_glance_needs_its_markers_too(options, capsys):
-    content = options.readme.read_bytes().replace(GLANCE[1], b"")
-    options.readme.write_bytes(content)
-    assert report.main(options) == 2
-    assert "<!-- glance:begin --> and <!-- glance:end -->" in one_line_of(capsys)
-    assert options.readme.read_bytes() == content and not options.figures.exists()
-
-
 def test_missing_readme(options, capsys):
-    options.readme.unlink()
+    (options.root / "README.md").unlink()
     assert report.main(options) == 2
     assert "README.md" in one_line_of(capsys)
 
 
 def test_check(options, capsys):
-    old = options.readme.read_bytes()
+    readme, page = options.root / "README.md", options.root / "algos" / "crr.md"
+    index = options.results / "index.html"
+    old = readme.read_bytes()
     options.check = True
     assert report.main(options) == 1
     out, err = capsys.readouterr()
     assert out == "" and err == "".join(
-        f"report: {path} is out of date: run python benchmark/report.py\n"
-        for path in (options.readme, options.page)
+        f"report: {os.path.relpath(path)} is out of date: run python benchmark/report.py\n"
+        for path in (index, readme, page)
     )
-    assert options.readme.read_bytes() == old
-    assert not options.figures.exists() and not options.page.parent.exists()
+    assert readme.read_bytes() == old and not list(options.results.glob("*.*"))
 
     options.check = False
     report.main(options)
     capsys.readouterr()
     options.check = True
-    current = options.readme.read_bytes()
     assert report.main(options) == 0
     assert capsys.readouterr() == ("", "")
 
-    edits = ((b"| 42.5 [", b"| 42.6 ["), (GLANCE[1], b"| crr | 1.0 |" + GLANCE[1]))
-    for old, new in edits:  # a number of the README, a line of the table on top of it
-        stale = current.replace(old, new)
-        assert stale != current
-        options.readme.write_bytes(stale)
-        assert report.main(options) == 1
-        assert "README.md" in one_line_of(capsys)
-        assert options.readme.read_bytes() == stale
+    for path, before, after in (  # a number, a quote, a line too much, a number of index.html
+        (page, b"| 30.0 [", b"| 30.1 ["),
+        (page, b"return x", b"return y"),
+        (readme, HEADLINE[1], b"| crr | 1.0 |" + HEADLINE[1]),
+        (index, b"-3.5", b"-3.6"),
+    ):
+        current = path.read_bytes()
+        stale = current.replace(before, after)
+        path.write_bytes(stale)
+        assert stale != current and report.main(options) == 1
+        assert os.path.relpath(path) in one_line_of(capsys)
+        assert path.read_bytes() == stale
+        path.write_bytes(current)
 
-    options.readme.write_bytes(current)
-    page = options.page.read_bytes()
-    options.page.write_bytes(page.replace(b"-3.5", b"-3.6"))  # a number of the page
-    assert report.main(options) == 1
-    assert str(options.page) in one_line_of(capsys)
-    options.page.write_bytes(page)
-    assert report.main(options) == 0
-
-    # a number of the results that is in no table: the page has the curves as well
+    # a number of the results that is in no table: index.html has the curves as well
     metrics = options.results / "crr__Env-v1__shipped__bc" / "1" / "metrics.csv"
     text = metrics.read_text()
     metrics.write_text(text.replace("0,1.5,eval/return_mean,1\n", "0,1.5,eval/return_mean,2\n"))
     assert metrics.read_text() != text and report.main(options) == 1
-    assert str(options.page) in one_line_of(capsys)
+    assert os.path.relpath(index) in one_line_of(capsys)
     metrics.write_text(text)
 
     metrics = options.results / "crr__Env-v1__shipped__mean-exp" / "4" / "metrics.csv"
@@ -594,11 +684,14 @@ def test_check(options, capsys):
     assert capsys.readouterr().err.count(" is out of date: ") == 2
 
 
+def test_published_documents_are_current():
+    assert report.main(report.Options(check=True)) == 0
+
+
 # ---- bad input
 
 
 def test_no_results(options, capsys, tmp_path):
-    old = options.readme.read_bytes()
     for folder in ("empty", "missing", "random-only"):
         options.results = tmp_path / folder
         if folder == "empty":
@@ -607,7 +700,6 @@ def test_no_results(options, capsys, tmp_path):
             write_run(options.results / "random__Env-v1" / "1", {0: 1})
         assert report.main(options) == 2, folder
         assert "benchmark/run.py" in one_line_of(capsys)
-        assert options.readme.read_bytes() == old
 
 
 HEADER = b"step,seconds,key,value\n"
@@ -633,13 +725,12 @@ GOOD = HEADER + b"10,1,eval/return_mean,1\n"
     ],
 )
 def test_malformed_metrics(options, capsys, content, reason):
-    old = options.readme.read_bytes()
     path = options.results / "crr__Env-v1__shipped__mean-exp" / "3" / "metrics.csv"
     path.write_bytes(content)
     assert report.main(options) == 2
     line = one_line_of(capsys)
     assert str(path) in line and reason in line
-    assert options.readme.read_bytes() == old and not options.figures.exists()
+    assert not list(options.results.glob("*.*"))
 
 
 def test_values_that_the_report_does_not_use_may_be_nan(options):
@@ -659,13 +750,11 @@ def test_folder_that_is_no_row(options, capsys):
 
 def test_command_line(options, tmp_path):
     script = [sys.executable, str(ROOT / "benchmark" / "report.py"), "--results"]
-    folders = ["--readme", "README.md", "--figures", "figures", "--page", "page.html"]
-    done = subprocess.run([*script, "results", *folders], cwd=tmp_path, capture_output=True)
+    done = subprocess.run([*script, "results", "--root", "root"], cwd=tmp_path, capture_output=True)
     assert done.returncode == 0, done.stderr.decode()
-    assert b"| 42.5 [" in done.stdout
-    assert b"](figures/crr__Env-v1__shipped.png)" in options.readme.read_bytes()
-    assert (tmp_path / "figures" / "crr__Env-v1__shipped.png").is_file()
-    assert (tmp_path / "page.html").read_bytes().startswith(b"<!doctype html>")
+    assert done.stdout == b"written: results/index.html, root/README.md, root/algos/crr.md\n"
+    assert (tmp_path / "results" / "crr__Env-v1__shipped.png").is_file()
+    assert (tmp_path / "results" / "index.html").read_bytes().startswith(b"<!doctype html>")
     done = subprocess.run([*script, "nowhere", "--check"], cwd=tmp_path, capture_output=True)
     assert done.returncode == 2 and done.stderr.count(b"\n") == 1
 

@@ -44,22 +44,15 @@ agents of this repo, as they came, LunarLander's one crash in twenty included.
 | Pendulum-v1-expert.npz | RLPD | 20 | 4,000 | -143.1 | -357.6 | -0.5 |
 | LunarLander-v3-expert.npz | FQF | 20 | 4,994 | 230.1 | -416.5 | 320.7 |
 
-Some rows of the benchmark use datasets of other people, which are not ours to ship, one that is too
-large, and some that are made in seconds. `run.py` looks for them in `runs/data/` and leaves those
-rows out if they are not there:
+Some rows of the benchmark use files that we do not ship: one is too large, the others are made in
+seconds. `run.py` looks for them in `runs/data/` and leaves those rows out if they are not there:
 
 | file | rows | return mean | what it is |
 | :-- | --: | --: | :-- |
-| pendulum-replay-d3rlpy.npz | 99,000 | -180 | d3rlpy's `get_pendulum(\"replay\")`, in our layout |
-| halfcheetah-mixed-cs285.npz | 99,995 | 1314 | HalfCheetah-v5, the expert policy of Berkeley's \
-CS285 homework at seven levels of noise from none to random |
 | halfcheetah-replay-sac.npz | 20,000 | 329 | our own SAC from its first step on: \
 `python benchmark/data/make_replay.py` |
 | CartPole-v1-few.npz, Pendulum-v1-few.npz, LunarLander-v3-few.npz | 200, 80, 89 | - | what GAIL \
 sees of the experts above in its rows `few`: `python benchmark/data/make_experts.py --few` |
-| cartpole-expert-imitation.npz | 26,964 | 473 | 57 expert episodes that come with the tests of \
-the imitation library, in our layout |
-| pendulum-expert-imitation.npz | 11,200 | -189 | 56 such episodes |
 """
 
 

@@ -22,14 +22,7 @@ import torch
 from learning import Task, common
 
 structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
-task = Task(
-    "d3rlpy",
-    "d3rlpy",
-    (
-        "crr__Pendulum-v1__random-100000__mean-binary",
-        "crr__Pendulum-v1__shipped__mean-binary",
-    ),
-)
+task = Task("d3rlpy", "d3rlpy", ("crr__Pendulum-v1__random-100000__mean-binary",))
 ours = task.args
 d3rlpy.seed(task.seed)
 

@@ -27,11 +27,7 @@ from learning import Task, common
 from stable_baselines3 import PPO
 from torch import nn
 
-ROWS = (
-    "gail__Pendulum-v1__Pendulum-v1-expert__default",
-    "gail__CartPole-v1__CartPole-v1-expert__default",
-)
-task = Task("imitation", "imitation", ROWS)
+task = Task("imitation", "imitation", ("gail__Pendulum-v1__Pendulum-v1-expert__default",))
 ours, data, expert, start = task.args, task.load_dataset(), [], 0
 done = (data.terminated | data.truncated).numpy()
 action = common.unnormalize_action(data.action.numpy(), task.action_space)

@@ -1,6 +1,6 @@
 """What SAC of Stable-Baselines-Jax learns in as many steps as a row of algos/rlpd.py that is SAC:
 
-    python learn_sbx_sac.py rlpd__Pendulum-v1__shipped__sac --seed 1
+    python learn_sbx_sac.py rlpd__Pendulum-v1__shipped__sac-data-in-buffer --seed 1
 
 It is no peer of RLPD or MBPO, but of the SAC that both are built on: it says how much of their lead
 is theirs. Where the row begins with our prior data in its buffer, so does this one, by the add() of
@@ -27,12 +27,7 @@ os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-1:])
 from sbx import SAC  # imports jax
 from stable_baselines3.common.callbacks import BaseCallback
 
-ROWS = {
-    "rlpd__Pendulum-v1__shipped__sac": "sbx-sac",
-    "rlpd__Pendulum-v1__shipped__sac-data-in-buffer": "sbx-sac-data-in-buffer",
-    "mbpo__Pendulum-v1__none__sac": "sbx-sac",
-    "mbpo__Pendulum-v1__none__sac-10-updates": "sbx-sac-10-updates",
-}
+ROWS = {"rlpd__Pendulum-v1__shipped__sac-data-in-buffer": "sbx-sac-data-in-buffer"}
 task = Task("sbx", "sbx-rl", ROWS)
 ours = task.args
 env = gym.make(task.env_id)

@@ -11,7 +11,7 @@ import torch
 from timing import ARGS, measure
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from algos.crr import keep_freed_memory
+from common import keep_freed_memory
 
 B, H, M = 256, 256, 4
 keep_freed_memory()
@@ -49,13 +49,10 @@ def forward_backward(layers: list[torch.Tensor], x: torch.Tensor) -> None:
 
 def awr() -> None:
     forward_backward(value, obs)  # the value's loss
-    forward(value, obs)  # V(s) after its step
     forward_backward(actor, obs)  # the actor's loss
 
 
-def marwil() -> None:
-    forward_backward(value, obs)  # one loss for both
-    forward_backward(actor, obs)
+marwil = awr  # one loss for both
 
 
 def crr() -> None:

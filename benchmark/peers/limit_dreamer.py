@@ -15,13 +15,13 @@ import torch
 from timing import ARGS, clock, report
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from algos.dreamer import keep_large_blocks
+from common import keep_freed_memory
 
 if ARGS.algo != "dreamer":
     raise SystemExit(f"limit_dreamer.py has no setting {ARGS.algo!r}")
 B, T, H, D, Z, UNITS, ACTIONS, BINS, BLOCKS = 16, 64, 15, 512, 256, 256, 6, 255, 8
 N, FEATURES, EMBED = B * T, D + Z, 4 * 4 * 128
-keep_large_blocks()
+keep_freed_memory()
 
 
 def weight(*shape: int) -> torch.nn.Parameter:

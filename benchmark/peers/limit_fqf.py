@@ -19,7 +19,7 @@ import torch
 from timing import ARGS, measure
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from algos.rlpd import keep_freed_memory
+from common import keep_freed_memory
 
 N, COSINES = 32, 64
 if ARGS.algo == "fqf":

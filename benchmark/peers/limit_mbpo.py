@@ -15,7 +15,7 @@ import torch
 from timing import ARGS, measure
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from algos.rlpd import keep_freed_memory
+from common import keep_freed_memory
 
 OBS, ACTION, B, ROLLOUTS = 17, 6, 256, 10_000
 MEMBERS, ELITES = 7, 5

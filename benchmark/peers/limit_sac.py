@@ -13,7 +13,7 @@ import torch
 from timing import ARGS, measure
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from algos.rlpd import keep_freed_memory
+from common import keep_freed_memory
 
 OBS, ACTION, B, H = 17, 6, 256, 256
 NUM_CRITICS, UPDATES_PER_CALL = {"sac": (2, 1), "rlpd": (10, 20)}[ARGS.algo]

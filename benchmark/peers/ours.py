@@ -1,4 +1,4 @@
-"""python ours.py ALGO [--variant compile]: algos/<ALGO>.py as a user runs it, the loop of train()
+"""python ours.py ALGO: algos/<ALGO>.py as a user runs it, the loop of train()
 itself, its sampling and logging included."""
 
 import importlib
@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from timing import ARGS, clock, report
+from timing import ARGS, marks_at_entries, report
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 algo = importlib.import_module(f"algos.{ARGS.algo}")
@@ -18,17 +18,7 @@ OWN_FLAGS = {
     "marwil": {},
 }
 
-marks = []
-scalars = algo.Logger.scalars
-
-
-def marked_scalars(logger: algo.Logger, step: int, values: dict) -> None:
-    scalars(logger, step, values)
-    if "losses/actor" in values:
-        marks.append(clock())
-
-
-algo.Logger.scalars = marked_scalars
+marks = marks_at_entries("losses/actor")
 with tempfile.TemporaryDirectory() as folder:
     rng = np.random.default_rng(0)
     obs = rng.standard_normal((100_001, 3), dtype=np.float32)
@@ -49,7 +39,6 @@ with tempfile.TemporaryDirectory() as folder:
         eval_episodes=1,
         run_dir=f"{folder}/run",
         torch_threads=ARGS.threads,
-        compile=ARGS.variant == "compile",
         quiet=True,
         **OWN_FLAGS[ARGS.algo],
     )

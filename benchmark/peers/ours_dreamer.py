@@ -13,7 +13,7 @@ from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
-from timing import ARGS, clock, report
+from timing import ARGS, marks_at_entries, report
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from algos import dreamer
@@ -41,19 +41,17 @@ class Noise(gym.Env):
 
 
 gym.register("Noise-v0", Noise)
-marks, scalars, num_updates = [], dreamer.Logger.scalars, 0
+num_updates = 0
 
 
-def marked_scalars(logger: dreamer.Logger, step: int, values: dict) -> None:
+def is_mark(step: int) -> bool:
+    """After the warm-up, once per window."""
     global num_updates
-    scalars(logger, step, values)
-    if "losses/actor" in values:
-        num_updates += 1
-        if num_updates >= WARMUP and (num_updates - WARMUP) % ARGS.updates == 0:
-            marks.append(clock())
+    num_updates += 1
+    return num_updates >= WARMUP and (num_updates - WARMUP) % ARGS.updates == 0
 
 
-dreamer.Logger.scalars = marked_scalars
+marks = marks_at_entries("losses/actor", is_mark)
 with tempfile.TemporaryDirectory() as folder:
     dreamer.train(
         dreamer.Args(  # what the peer shares is written out: it must not follow our defaults
@@ -74,7 +72,6 @@ with tempfile.TemporaryDirectory() as folder:
             run_dir=f"{folder}/run",
             device="cpu",
             torch_threads=ARGS.threads,
-            compile=ARGS.variant == "compile",
             quiet=True,
         )
     )

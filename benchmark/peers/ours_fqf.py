@@ -17,7 +17,8 @@ from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
-from timing import ARGS, clock, measure, report
+import torch
+from timing import ARGS, marks_at_entries, measure, report
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from algos import fqf
@@ -44,17 +45,17 @@ class StillEnv(gym.Env):
 class FullBuffer(fqf.Buffer):
     """As a run leaves it that has filled it: a million steps would take longer than all windows."""
 
-    def __init__(self, capacity: int, obs_shape: tuple[int, ...]):
-        super().__init__(capacity, obs_shape)
+    def __init__(self, capacity: int, obs_shape: tuple[int, ...], stack_size: int):
+        super().__init__(capacity, obs_shape, stack_size)
         rng, slots = np.random.default_rng(0), np.arange(capacity)
         self.columns["frame"][:] = rng.standard_normal((capacity, *obs_shape))
         self.columns["age"][:] = slots % 1000
-        self.tree[slots] = rng.random(capacity)
+        self.columns["priority"][:] = rng.random(capacity)
         self.size = capacity
 
 
 class PythonTree:
-    """What SumTree does, in the words of a textbook."""
+    """A sum tree in the words of a textbook."""
 
     def __init__(self, capacity: int):
         self.first_leaf = 1
@@ -93,11 +94,11 @@ def measure_tree() -> None:
             for leaf, priority in zip(leaves, new):
                 tree.set(leaf, priority)
     else:
-        tree = fqf.SumTree(CAPACITY)
-        tree[np.arange(CAPACITY)] = priorities
+        buffer, generator = FullBuffer(CAPACITY, (1,), 1), torch.Generator().manual_seed(0)
 
         def update() -> None:
-            tree[tree.sample(rng.random(DRAWN))] = rng.random(DRAWN)
+            slots, _ = buffer.draw(DRAWN, generator)
+            buffer.set_priority(slots, rng.random(DRAWN))
 
     measure(update, DRAWN)
 
@@ -109,7 +110,7 @@ if ARGS.algo == "fqf-tree":
 LEARNER = {"num_fractions": 32, "n_steps": 1, "train_frequency": 1}
 SETTINGS = {
     "fqf": {"env_id": "Still-v0", "batch_size": 128, "hidden_dim": 128} | LEARNER,
-    "fqf-atari": {"env_id": "StillImages-v0", "batch_size": 32, "hidden_dim": 512} | LEARNER,
+    "fqf-atari": {"env_id": "ALE/StillImages-v0", "batch_size": 32, "hidden_dim": 512} | LEARNER,
     "fqf-loop": {"env_id": "CartPole-v1"},
 }
 SETTINGS["fqf-buffer"] = SETTINGS["fqf"] | {"prioritized": True}
@@ -118,29 +119,19 @@ if ARGS.algo not in SETTINGS:
 is_loop = ARGS.algo == "fqf-loop"
 games = {
     "Still-v0": {"shape": (4,), "dtype": np.float32, "num_actions": 2},
-    "StillImages-v0": {"shape": (84, 84), "dtype": np.uint8, "num_actions": 4},
+    "ALE/StillImages-v0": {"shape": (84, 84), "dtype": np.uint8, "num_actions": 4},
 }
 for env_id, kwargs in games.items():
     gym.register(env_id, StillEnv, max_episode_steps=1000, kwargs=kwargs)
-make_env = fqf.make_env
 
 
 def make_stacked_env(env_id: str, **kwargs) -> gym.Env:
-    env = make_env(env_id, **kwargs)
-    return gym.wrappers.FrameStackObservation(env, 4) if env_id == "StillImages-v0" else env
+    env = gym.make(env_id, **kwargs)
+    return gym.wrappers.FrameStackObservation(env, 4) if env_id.startswith("ALE/") else env
 
 
-marks = []
-scalars = fqf.Logger.scalars
-
-
-def marked_scalars(logger: fqf.Logger, step: int, values: dict) -> None:
-    scalars(logger, step, values)
-    if "losses/quantile" in values:
-        marks.append(clock())
-
-
-fqf.make_env, fqf.Logger.scalars = make_stacked_env, marked_scalars
+marks = marks_at_entries("losses/quantile")
+fqf.make_env = make_stacked_env
 if ARGS.algo == "fqf-buffer":
     fqf.Buffer = FullBuffer
 starts = 1_000 if is_loop else 200

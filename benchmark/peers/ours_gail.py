@@ -1,4 +1,4 @@
-"""python ours_gail.py gail-loop [--variant no-penalty|compile]: algos/gail.py as a user runs it,
+"""python ours_gail.py gail-loop [--variant no-penalty]: algos/gail.py as a user runs it,
 that is train() itself on CartPole, with its rollouts, both learners and its logs (metrics.csv and
 TensorBoard, after every rollout and every episode); without evaluations and checkpoints. A step of
 one environment is what counts.
@@ -12,7 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from timing import ARGS, clock, report
+from timing import ARGS, marks_at_entries, report
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from algos import gail
@@ -22,16 +22,7 @@ if ARGS.algo != "gail-loop":
     raise SystemExit(f"ours_gail.py has no setting {ARGS.algo!r}")
 assert ARGS.updates % (NUM_ENVS * NUM_STEPS) == 0  # windows are whole rollouts
 
-marks, scalars = [], gail.Logger.scalars
-
-
-def marked_scalars(logger: gail.Logger, step: int, values: dict) -> None:
-    scalars(logger, step, values)
-    if "losses/discriminator" in values and step % ARGS.updates == 0:
-        marks.append(clock())
-
-
-gail.Logger.scalars = marked_scalars
+marks = marks_at_entries("losses/discriminator", lambda step: step % ARGS.updates == 0)
 with tempfile.TemporaryDirectory() as folder:
     gail.train(
         gail.Args(  # what the peers share is written out: it must not follow our defaults
@@ -60,7 +51,6 @@ with tempfile.TemporaryDirectory() as folder:
             run_dir=f"{folder}/run",
             device="cpu",
             torch_threads=ARGS.threads,
-            compile=ARGS.variant == "compile",
             quiet=True,
         )
     )

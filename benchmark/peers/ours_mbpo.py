@@ -6,8 +6,7 @@ fit_model(): with its scales, its bootstrap, its held-out rows and its snapshots
 "mbpo-rollout": one transition of 10,000 in a call, one step from each start, 5 elites, into the
 buffer; with a termination function.
 "mbpo-sac": an update of actor, 2 critics, temperature and targets, 2 x 256, batch 256, of which 12
-rows are real; 20 updates per step of an environment that does nothing, in train() itself
-(--variant compile: compiled).
+rows are real; 20 updates per step of an environment that does nothing, in train() itself.
 """
 
 import sys
@@ -17,9 +16,10 @@ from pathlib import Path
 import gymnasium as gym
 import numpy as np
 import torch
-from timing import ARGS, clock, measure, report
+from timing import ARGS, clock, marks_at_entries, measure, report
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+import common
 from algos import mbpo
 
 OBS, ACTION, ROWS, ROLLOUTS, UPDATES_PER_STEP = 17, 6, 100_000, 10_000, 20
@@ -45,12 +45,12 @@ def full_buffer(num_rows: int) -> mbpo.Buffer:
     return buffer
 
 
-mbpo.keep_freed_memory()
+common.keep_freed_memory()
 generator = torch.Generator().manual_seed(0)
 model = mbpo.Dynamics(7, 5, OBS, ACTION, 200, learns_end=False)
 
 if ARGS.algo == "mbpo-model":
-    args = mbpo.Args(max_model_epochs=1, model_batch_size=256)
+    args = mbpo.Args(max_model_updates=1, model_batch_size=256)
     num_held_out = 5_000  # fit_model holds out a fifth of the rows, but no more than these
     assert ARGS.updates * 256 >= 4 * num_held_out
     real = full_buffer(ARGS.updates * 256 + num_held_out)
@@ -61,24 +61,17 @@ if ARGS.algo == "mbpo-model":
         marks.append(clock())
     report(marks)
 elif ARGS.algo == "mbpo-rollout":
-    actor = mbpo.GaussianActor(OBS, ACTION, 256)
+    actor = mbpo.GaussianActor(OBS, ACTION, [256, 256])
     real, imagined = full_buffer(ROWS), full_buffer(ROWS)
 
     def update() -> None:
         obs = real.sample(1, ROLLOUTS, generator)[0, :, :OBS]
-        tables = mbpo.rollout(model, actor, mbpo.hopper_ends, obs, 1, generator)
+        tables = mbpo.rollout(model, actor, mbpo.TERMINATION["Hopper-v5"], obs, 1, generator)
         imagined.add(torch.cat(tables))
 
     measure(update, ROLLOUTS)
 elif ARGS.algo == "mbpo-sac":
-    marks, scalars = [], mbpo.Logger.scalars
-
-    def marked_scalars(logger: mbpo.Logger, step: int, values: dict) -> None:
-        scalars(logger, step, values)
-        if "losses/actor" in values:
-            marks.append(clock())
-
-    mbpo.Logger.scalars = marked_scalars
+    marks = marks_at_entries("losses/actor")
     gym.register("Still-v0", StillEnv, max_episode_steps=1000)
     steps = ARGS.updates // UPDATES_PER_STEP  # of a window; the first one warms up
     with tempfile.TemporaryDirectory() as folder:
@@ -94,11 +87,10 @@ elif ARGS.algo == "mbpo-sac":
                 hidden_dim=256,
                 model_train_interval=10**6,  # once, before the first update
                 retain_steps=10**6,
-                max_model_epochs=1,
+                max_model_updates=1,
                 rollout_batch_size=ROWS,
                 run_dir=f"{folder}/run",
                 torch_threads=ARGS.threads,
-                compile=ARGS.variant == "compile",
                 quiet=True,
             )
         )

@@ -1,9 +1,9 @@
-"""python ours_sac.py SETTING [--variant compile|loop]: algos/rlpd.py as a user runs it, the loop of
+"""python ours_sac.py SETTING [--variant compile]: algos/rlpd.py as a user runs it, the loop of
 train() itself, with its sampling, its logging, and its steps of an environment that does nothing.
 
 17 observations and 6 actions, batch 256, 2 x 256. "rlpd": half of each batch from 100,000 rows of
 prior data, 10 critics with layer norm, 20 updates per step. "sac": no data, 2 critics, one update
-per step. A critic update is what counts. "loop" swaps the stacked critics for a list of plain MLPs.
+per step. A critic update is what counts.
 """
 
 import sys
@@ -13,9 +13,7 @@ from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
-import torch
-from timing import ARGS, clock, report
-from torch import nn
+from timing import ARGS, marks_at_entries, report
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from algos import rlpd
@@ -32,39 +30,7 @@ class StillEnv(gym.Env):
         return np.zeros(17, np.float32), 0.0, False, False, {}
 
 
-class LoopCritic(nn.Module):
-    def __init__(self, num_members, obs_dim, action_dim, hidden_dim, layer_norm):
-        super().__init__()
-        self.members = nn.ModuleList()
-        for _ in range(num_members):
-            layers = []
-            for input_dim in (obs_dim + action_dim, hidden_dim):
-                layers.append(nn.Linear(input_dim, hidden_dim))
-                layers += [nn.LayerNorm(hidden_dim)] if layer_norm else []
-                layers.append(nn.ReLU(inplace=True))
-            self.members.append(nn.Sequential(*layers, nn.Linear(hidden_dim, 1)))
-
-    def forward(self, obs, action, members=None):
-        x = torch.cat([obs, action], dim=-1)
-        members = range(len(self.members)) if members is None else members.tolist()
-        return torch.stack([self.members[i](x).squeeze(-1) for i in members])
-
-
-if ARGS.variant == "loop":
-    rlpd.EnsembleCritic = LoopCritic
-    rlpd.subset_q = lambda critic, members, obs, action: critic(obs, action, members)
-
-marks = []
-scalars = rlpd.Logger.scalars
-
-
-def marked_scalars(logger: rlpd.Logger, step: int, values: dict) -> None:
-    scalars(logger, step, values)
-    if "losses/actor" in values:
-        marks.append(clock())
-
-
-rlpd.Logger.scalars = marked_scalars
+marks = marks_at_entries("losses/actor")
 gym.register("Still-v0", StillEnv, max_episode_steps=1000)
 UPDATES_PER_STEP = {"rlpd": 20, "sac": 1}[ARGS.algo]
 UPDATES_PER_STEP = ARGS.flags.get("gradient_updates_per_step", UPDATES_PER_STEP)

@@ -47,8 +47,9 @@ from torch import nn
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 import common
-from algos.dreamer import SIZES, keep_large_blocks, make_env
+from algos.dreamer import SIZES, make_env
 from benchmark.run import write_metrics
+from common import keep_freed_memory
 
 ENV_ID = "MinAtar/Breakout-v1"
 ROW = "dreamer__MinAtar-Breakout-v1__none__{}"
@@ -179,7 +180,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=ROOT / "benchmark" / "results")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    keep_large_blocks()
+    keep_freed_memory()
 
     algo, num_envs = options.algo, NUM_ENVS[options.algo]
     envs = DummyVecEnv([lambda: Monitor(make(ENV_ID))] * num_envs)

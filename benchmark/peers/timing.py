@@ -34,6 +34,21 @@ def report(marks: list[tuple[float, float]]) -> None:
     print(json.dumps({"wall": wall, "cpu": cpu, "peak_mb": peak_kb / 1024}))
 
 
+def marks_at_entries(key: str, is_mark: Callable[[int], bool] = bool) -> list[tuple[float, float]]:
+    """Of ours: the clock whenever train() has logged the key, for the steps that are marks."""
+    from common import Run
+
+    marks, log = [], Run.log
+
+    def marked_log(run: Run, scalars: dict, **options) -> None:
+        log(run, scalars, **options)
+        if key in scalars and is_mark(run.step):
+            marks.append(clock())
+
+    Run.log = marked_log
+    return marks
+
+
 def measure(update: Callable[[], None], per_call: int = 1) -> None:
     """per_call: how many updates one call of update makes; it must divide those of a window."""
     assert ARGS.updates % per_call == 0
