@@ -174,7 +174,7 @@ TINY_FLAGS = {  # so that 20 updates see everything that happens now and then
     | {"max_model_updates": 8, "rollout_batch_size": 20, "retain_steps": 10}
     | {"max_rollout_length": 3, "rollout_grow_from": 5, "rollout_grow_until": 15},
     "fqf": {"learning_starts": 3, "train_frequency": 1, "target_interval": 5, "num_fractions": 4}
-    | {"num_cosines": 8, "epsilon_steps": 15, "epsilon_final": 0.2, "learning_rate": 1e-2}
+    | {"num_cosines": 8, "epsilon_steps": 15, "epsilon_final": 0.2, "learning_rate": 3e-2}
     | {"priority_beta_steps": 30, "n_steps": 1},
     "gail": {"num_envs": 1, "num_steps": 5, "lr_schedule": "constant"},
     # 32 transitions in a batch: one update per step

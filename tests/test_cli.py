@@ -506,10 +506,6 @@ OWN_WRONG_FLAGS = {
         (["--num-action-samples", "0"], "num_action_samples must be > 0, got 0"),
         (["--num-cwp-samples", "-1"], "num_cwp_samples must be >= 0, got -1"),
         (["--tau", "0"], "tau must be in (0, 1], got 0.0"),
-        (
-            ["--env-id", "Choice-v0", "--advantage-type", "max"],
-            "max over all actions leaves no A > 0",
-        ),
     ],
     "rlpd": [
         (["--total-timesteps", "0"], "total_timesteps must be > 0, got 0"),
