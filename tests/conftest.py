@@ -14,7 +14,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from dreamer_helpers import film, modules, same_numbers_each_time, spy, walk  # noqa: F401
+from dreamer_helpers import film, modules, nano, spy, walk  # noqa: F401
 
 import common
 from algos import awr, crr, dreamer, fqf, gail, marwil, mbpo, rlpd
@@ -208,6 +208,12 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.path.name == "test_probe.py" and item.name not in FAST_PROBES:
             item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture(autouse=True)
+def same_numbers_each_time():
+    """Of tests that draw tensors without a generator."""
+    torch.manual_seed(0)
 
 
 @pytest.fixture(params=ALGOS, scope="session")

@@ -158,9 +158,8 @@ gym.register("LongFilm-v0", FilmEnv, max_episode_steps=100, kwargs={})
 
 
 @pytest.fixture
-def same_numbers_each_time(monkeypatch):
-    """And the smallest networks, whatever the command line would call them."""
-    torch.manual_seed(0)
+def nano(monkeypatch):
+    """The smallest networks, whatever the command line would call them."""
     monkeypatch.setitem(dreamer.SIZES, "tiny", NANO)
     TallyEnv.made.clear()
 

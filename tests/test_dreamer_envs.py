@@ -19,7 +19,7 @@ import common
 from algos import dreamer
 from benchmark import dreams
 
-pytestmark = pytest.mark.usefixtures("same_numbers_each_time")
+pytestmark = pytest.mark.usefixtures("nano")
 
 
 def spaces_of(env):

@@ -33,7 +33,7 @@ import common
 from algos import dreamer
 from benchmark import dreams
 
-pytestmark = pytest.mark.usefixtures("same_numbers_each_time")
+pytestmark = pytest.mark.usefixtures("nano")
 
 PAGE = Path(dreamer.__file__).with_suffix(".md").read_text()
 

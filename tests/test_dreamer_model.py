@@ -26,7 +26,7 @@ from torch import nn
 
 from algos import dreamer
 
-pytestmark = pytest.mark.usefixtures("same_numbers_each_time")
+pytestmark = pytest.mark.usefixtures("nano")
 
 # ---- the state is forgotten at the start of an episode
 

@@ -30,11 +30,6 @@ def algo():
     return fqf
 
 
-@pytest.fixture(autouse=True)
-def same_numbers_each_time():
-    torch.manual_seed(0)
-
-
 @pytest.fixture
 def walk(tmp_path):
     """18 updates that see everything that happens now and then: at steps 9, 12, .., 60."""

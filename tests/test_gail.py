@@ -159,11 +159,6 @@ def metrics(args, key):
     return {int(step): float(value) for step, name, value in rows if name == key}
 
 
-@pytest.fixture(autouse=True)
-def same_numbers_each_time():
-    torch.manual_seed(0)
-
-
 # ---- the discriminator's loss and the reward
 
 
