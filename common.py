@@ -48,7 +48,7 @@ MakeEnv = Callable[..., gym.Env]  # of an id and keywords; a script may wrap its
 
 SHIPPED = Path(__file__).resolve().parent / "benchmark" / "data"  # <env id>.npz, found by `auto`
 RANDOM_STEPS = 100_000  # what `random` stands for
-MAX_EPISODE_STEPS = 200_000  # then an evaluation is given up: Atari's episodes end after 27,000
+MAX_EPISODE_STEPS = 30_000  # then an evaluation cuts it off: Atari's episodes end after 27,000
 RECORD_SEEDS = 1_000_000  # from here on, seeds of recorded episodes, which no evaluation has
 
 # Each field: its name in our npz layout first, then what other people's files call it.
@@ -547,10 +547,11 @@ def evaluate(
     obs = np.stack(starts).astype(envs[0].observation_space.dtype)  # [E, O]
     returns, running, num_steps = np.zeros(episodes), np.ones(episodes, dtype=bool), 0
     while running.any():
+        if num_steps == MAX_EPISODE_STEPS:
+            advice = "cut off; give it a time limit, max_episode_steps of gym.register"
+            print(f"{env_id}: no end of an episode in {num_steps:,} steps: {advice}", file=sys.stderr)
+            break
         num_steps += 1
-        if num_steps > MAX_EPISODE_STEPS:
-            limit = "give it a time limit, max_episode_steps of gym.register"
-            raise InputError(f"{env_id}: an episode has no end in {num_steps - 1:,} steps; {limit}")
         action = np.array(policy(obs))  # [E, A], a copy: obs changes below
         for i in np.flatnonzero(running):
             next_obs, reward, terminated, truncated, info = envs[i].step(action[i])
@@ -618,8 +619,8 @@ RULES = {  # what a limit says, and whether a value keeps to it. NaN keeps to no
 }
 LIMITS = {  # of the flags that several scripts have; each script has its own beside them
     "> 0": "total_updates total_epochs total_timesteps batch_size hidden_dim eval_interval "
-    "eval_episodes patience checkpoint_interval log_interval buffer_capacity "
-    "num_envs train_frequency refresh_interval target_interval",
+    "patience checkpoint_interval log_interval buffer_capacity "
+    "train_frequency refresh_interval target_interval",
     ">= 0": "warmup_updates learning_starts",
     ">= 1": "max_weight",
     "in (0, inf)": "learning_rate reward_scale",
@@ -628,7 +629,7 @@ LIMITS = {  # of the flags that several scripts have; each script has its own be
     "in [0, 1)": "gamma",
     "in (0, 1]": "tau",
     "in [0, 1]": "td_lambda",
-    "in [1, 2^15)": "torch_threads",
+    "in [1, 2^15)": "torch_threads num_envs eval_episodes",
     "in [0, 2^31)": "eval_seed",
     "in [0, 2^63)": "seed",
 }
@@ -664,8 +665,7 @@ def main(
             if not hasattr(args_type, flag[2:].replace("-", "_")):
                 raise InputError(f"there is no {flag} here: the budget is {budget}")
         args = tyro.cli(args_type, args=words)
-        if "" in (args.resume, args.evaluate):
-            raise InputError("resume and evaluate must not be empty: is a shell variable unset?")
+        check_names(args)
         if args.resume or args.evaluate:
             path = args.evaluate or os.path.join(args.resume, "checkpoint.pt")
             saved = load_checkpoint(path, algo, args_type)["args"]
@@ -703,6 +703,11 @@ def whole_numbers(words: list[str], args_type: type) -> list[str]:
     return words
 
 
+def check_names(args: Any) -> None:
+    if "" in (args.resume, args.evaluate, args.run_dir):
+        raise InputError("resume, evaluate and run_dir must have a name: a shell variable unset?")
+
+
 def check_types(args: Any) -> None:
     """tyro has done it for what was typed, but not for what comes from Python or from a file."""
     for field in fields(args):
@@ -719,6 +724,7 @@ def check_types(args: Any) -> None:
 def check_flags(args: Any, limits: dict[str, str]) -> None:
     """Refuse what would waste a run, before it begins. A flag that is None is not set."""
     check_types(args)
+    check_names(args)
     for rule, names in [*LIMITS.items(), *limits.items()]:
         for name in names.split():
             value = getattr(args, name, None)
@@ -925,12 +931,12 @@ class Run:
         with told_in_one_line(f"cannot use {self.folder} as run_dir"):
             os.makedirs(self.folder, exist_ok=True)
             self.file = open(f"{self.folder}/metrics.csv", "a", newline="")  # noqa: SIM115
-        with contextlib.suppress(ImportError):  # Windows has no such lock
+        with contextlib.suppress(ImportError, OSError):  # Windows and some disks have no locks
             import fcntl
 
-            try:
-                fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
+            try:  # the lock of a process, so that a notebook may resume what it saw fail
+                fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except (BlockingIOError, PermissionError):  # whatever else: a disk without locks
                 raise InputError(f"{self.folder} is in use by another run") from None
         text = json.dumps(asdict(self.args), indent=2)
         save_atomically(f"{self.folder}/args.json", lambda file: file.write(text.encode()))
@@ -974,7 +980,8 @@ class Run:
         usual effect."""
         in_main_thread = threading.current_thread() is threading.main_thread()  # Python's condition
         numbers = [signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)]
-        numbers = set(numbers) if in_main_thread else ()
+        ignored = {x for x in numbers if signal.getsignal(x) is signal.SIG_IGN}  # by nohup
+        numbers = {*numbers} - ignored if in_main_thread else ()
         handlers = {number: signal.signal(number, self.note) for number in numbers}
         self.restore = lambda: [signal.signal(*handler) for handler in handlers.items()]
         self.stride = stride
@@ -1067,6 +1074,8 @@ class Run:
         more = "" if self.step < self.total else f" --{budget} <more>"
         saved = "best.pt" if self.best_return > -math.inf else "checkpoint.pt"
         self.say(f"stopped at {self.unit} {self.step:,}: {self.reason}")
+        if ":" in self.args.env_id:  # a module is imported only if it is typed
+            command += f" --env-id {self.args.env_id}"
         self.say(f"resume: {command} --resume {folder}{more}")
         self.say(f"evaluate: {command} --evaluate {folder}/{saved}")
         for log in (self.bar, self.file, self.tensorboard):

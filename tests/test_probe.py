@@ -296,7 +296,7 @@ def test_two_step_mdp_with_known_distribution(algo, probe_args, flags):
     to 0.8 * 1.25 = 1, with the same two halves, times 0.8."""
     gym.register("TwoStep-v0", TwoStepEnv)
     try:
-        args = replace(probe_args, env_id="TwoStep-v0", gamma=0.8, total_timesteps=4000, **flags)
+        args = replace(probe_args, env_id="TwoStep-v0", gamma=0.8, total_timesteps=2500, **flags)
         algo.train(args)
         q, (tau, quantiles) = expected_returns(args, [1.0]), staircase(args, [1.0])
         first_q, first = expected_returns(args, [0.0]), staircase(args, [0.0])
