@@ -44,13 +44,17 @@ RESULTS = ROOT / "benchmark" / "results"
 PAGE = ROOT / "benchmark" / "page.html"  # the template
 NUM_RESAMPLES = 10_000
 HEADER = (
-    "| task | variant | seeds | {unit} | random policy | behaviour policy "
-    "| last: IQM [95 % interval] | best: IQM [95 % interval] |"
+    "| task | variant | seeds | budget | last: IQM [95 % interval] | best: IQM [95 % interval] |"
 )
 NOTE = """\
-Mean return, IQM over seeds. *Last* is the end of training, *best* the highest evaluation of each
-run, which flatters. [How to read this table](../benchmark/README.md#the-tables)."""
-OLDER = "\u2020 Made by older code: its numbers may change when it is made again."
+Mean return of the evaluation episodes, then IQM over seeds. *Last*: after training. *Best*: the
+highest evaluation of each run, which is biased upwards.
+[More on these tables](../benchmark/README.md#the-tables)."""
+OLDER = "\u2020 Made by an earlier version of the file, whose defaults may differ."
+MEANINGS = {
+    "bc": "behaviour cloning (`marwil.py --beta 0`)",
+    "few-bc": "behaviour cloning of the rows of `few`",
+}
 
 MAIN_VARIANT = {"crr": "mean-binary"}  # of each algorithm, beside the others; else "default"
 CLONES = ("marwil", "crr")  # whose behaviour cloning stands beside them all: the first there is
@@ -141,14 +145,17 @@ HEADLINES = {
     ),
 }
 HEADLINE_HEADER = (
-    "| algorithm | file | lines | learns from | actions | task (random policy) "
-    "| ours: IQM [95 % interval] (seeds) | a reference: IQM (seeds) |"
+    "| algorithm | file | lines | learns from | actions | task (return of a random policy) "
+    "| ours: IQM [95 % interval] (seeds) | reference: IQM (seeds) |"
 )
+LABELS = {"sbx-sac-data-in-buffer": "sbx, SAC + data"}  # of references in README.md
 HEADLINE_NOTE = """\
-Mean return of the last evaluation. A reference is another library with the same data and budget,
-[not tuned](benchmark/README.md#references). RLPD's reference is SAC that starts with the dataset in
-its replay buffer. CRR's row is on random data, which is harder than the shipped data of AWR and
-MARWIL. Dreamer's best possible return is 1."""
+Each number is the mean return of the last evaluation, IQM over seeds. The best possible return is
+about -145 on Pendulum, 500 on CartPole and 1 on PixelCatch. A reference is another library with the
+same data and budget. We tuned our defaults on these tasks, but
+[not the references](benchmark/README.md#references). RLPD's reference is SAC that starts with the
+dataset in its replay buffer. CRR learns from random data, which is harder than the data of AWR and
+MARWIL."""
 
 
 @dataclass
@@ -254,6 +261,8 @@ def read_results(folder: Path) -> Results:
             raise ReportError(f"{path}: no evaluation after step 0, nothing was trained")
         one.is_older = name in ours and run.generation_of(path) < ours[name]
         results.setdefault(row, []).append(one)
+    for row, runs in results.items():  # two versions of the code are two methods: no IQM over both
+        results[row] = [one for one in runs if not one.is_older] or runs
     if all(len(row) == 2 for row in results):
         raise ReportError(f"no results in {folder}: run python benchmark/run.py first")
     return results
@@ -315,10 +324,15 @@ def references(results: Results, group: tuple[str, ...]) -> dict[str, float | No
     """What a return has to be compared with; None where nobody measured it."""
     variants = group_of(results, group)
     random = [run.returns[-1] for run in results.get(("random", group[1]), [])]
-    # a control may be given other data
-    informed = [variants["default"]] if "default" in variants else variants.values()
-    behaviour = [run.behaviour for runs in informed for run in runs]
-    behaviour = [value for value in behaviour if value is not None]
+    # of all that saw this dataset: random data are drawn anew for each seed
+    same = {row[0] for row in results if row[1:3] == group[1:3] and row[0] != "all"}
+    behaviour = []
+    for algo in same:
+        learners = group_of(results, (algo, *group[1:]))
+        # a control may be given other data
+        informed = [learners["default"]] if "default" in learners else learners.values()
+        behaviour += [one.behaviour for runs in informed for one in runs]
+    behaviour = sorted(value for value in behaviour if value is not None)
     clones = variants.get("bc") or clones_of(results, group[1:])
     bc = last_and_best(clones)[0] if clones else None
     return {
@@ -364,7 +378,10 @@ def unit(group: tuple[str, ...]) -> str:
 
 
 def title(group: tuple[str, ...]) -> str:
-    return ", ".join(part for part in group if part not in ("all", "none"))
+    """Of a group or a task. A dataset that is named after its environment does not say it again."""
+    env = group[-2]
+    names = ", ".join(part for part in group if part not in ("all", "none"))
+    return names.replace(f"{env}, {env}-", f"{env}, ")
 
 
 def rounded(value: float | None) -> float | None:
@@ -415,25 +432,70 @@ def tasks_of(results: Results, algo: str) -> dict[tuple[str, ...], dict[str, lis
 
 
 def together_with(algo: str) -> tuple[str, ...]:
-    """The first parts of the groups that a page shows."""
-    return (algo, f"{algo}-ablation") + (() if algo in ONLINE else ("all",))
+    """The first parts of the groups that a page shows. CRR's has the three offline algorithms side
+    by side, for all of them."""
+    return (algo, f"{algo}-ablation") + (("all",) if algo == "crr" else ())
 
 
 def table(results: Results, algo: str) -> str:
-    """All that was measured with one algorithm: a line per task and variant."""
-    lines = [HEADER.format(unit=unit((algo,))), "| :-- | :-- |" + " --: |" * 6]
+    """All that was measured with one algorithm: a line per task and variant. The first of a task
+    says what its returns have to be compared with."""
+    lines = [HEADER, "| :-- | :-- |" + " --: |" * 4]
     for task, variants in tasks_of(results, algo).items():
         compare = references(results, (algo, *task))
+        known = {"random": compare["random"], "data": compare["behaviour"]}
+        known = [f"{name} {number(value)}" for name, value in known.items() if value is not None]
+        task_cell = f"{title(task)} ({', '.join(known)})" if known else title(task)
         for variant, runs in variants.items():
             last, best = last_and_best(runs)
+            is_online = algo in ONLINE and not variant.endswith("bc")
             budget = span([run.steps[-1] for run in runs])
-            if variant.endswith("bc") and algo in ONLINE:
-                budget += " updates"
-            cells = [title(task), named(variant, runs), str(len(runs)), budget]
-            cells += [number(compare["random"]), number(compare["behaviour"])]
+            cells = [task_cell, named(variant, runs), str(len(runs))]
+            cells += [f"{budget} {'steps' if is_online else 'updates'}"]
             cells += [in_brackets(*estimate(scores, iqm)) for scores in (last, best)]
             lines.append(f"| {' | '.join(cells)} |")
+            task_cell = title(task)
     return "\n".join(lines)
+
+
+def flags_of(entry: run.Row) -> dict[str, str]:
+    """Flag -> its value, "" if it has none."""
+    flags: dict[str, str] = {}
+    for word in entry.flags.split():
+        if word.startswith("--"):
+            flags[word] = ""
+        else:
+            flags[[*flags][-1]] = word
+    return flags
+
+
+def legend(results: Results, algo: str) -> str:
+    """The flags of a page's rows: those of a task, and what each variant adds to them."""
+    known = {entry.name: entry for entry in run.TABLE}
+
+    def code(entry: run.Row, flags: dict[str, str]) -> str:
+        words = [] if entry.algo == algo else [f"{entry.algo}.py --dataset {entry.dataset}"]
+        words += [f"{flag} {value}".strip() for flag, value in flags.items()]
+        return f"`{' '.join(words)}`"
+
+    of_tasks, of_variants = [], {}
+    for task, variants in tasks_of(results, algo).items():
+        main = known.get("__".join((algo, *task, main_variant(algo))))
+        common = flags_of(main) if main else {}
+        if common:
+            of_tasks.append(f"{title(task)}: {code(main, common)}")
+        for variant in variants:
+            names = ("__".join((name, *task, variant)) for name in (algo, f"{algo}-ablation"))
+            entry = next((known[name] for name in names if name in known), None)
+            if variant in MEANINGS:
+                of_variants[variant] = MEANINGS[variant]
+            elif entry and entry != main:
+                flags = {flag: x for flag, x in flags_of(entry).items() if common.get(flag) != x}
+                of_variants.setdefault(variant, code(entry, flags))
+    meanings = [f"`{variant}`: {text}" for variant, text in of_variants.items()]
+    parts = [f"*Flags of all rows of a task.* {'; '.join(of_tasks)}."] if of_tasks else []
+    parts += [f"*Flags that a variant adds.* {'; '.join(meanings)}."] if meanings else []
+    return "\n".join(parts)
 
 
 def section(results: Results, algo: str, figures: str) -> str:
@@ -445,9 +507,18 @@ def section(results: Results, algo: str, figures: str) -> str:
         for group in groups_of(results)
         if group[1:] in tasks and group[0] in together_with(algo)
     ]
-    curves = ", ".join(f"[{title(group)}]({figures}{'__'.join(group)}.png)" for group in groups)
-    notes = [NOTE, OLDER] if "\u2020" in text else [NOTE]
-    return "\n\n".join([text, f"Learning curves: {curves}.", *notes])
+    names = {"all": ", side by side", f"{algo}-ablation": ", ablations"}
+    order = [*tasks]
+    groups.sort(key=lambda group: (order.index(group[1:]), together_with(algo).index(group[0])))
+    curves = [
+        f"[{title(group[1:])}{names.get(group[0], '')}]({figures}{'__'.join(group)}.png)"
+        for group in groups
+    ]
+    parts = [text, legend(results, algo)]
+    parts += [f"!{curves[0].replace('[', '[learning curves of ', 1)}"] if curves else []
+    parts += [f"More learning curves: {', '.join(curves[1:])}."] if curves[1:] else []
+    parts += [f"{NOTE} {OLDER}" if "\u2020" in text else NOTE]
+    return "\n\n".join(part for part in parts if part)
 
 
 def headline(results: Results, root: Path) -> str:
@@ -461,7 +532,7 @@ def headline(results: Results, root: Path) -> str:
         runs, random = variants[variant], references(results, group)["random"]
         budget = max(run.steps[-1] for run in runs)
         others = [
-            f"{name} {number(iqm(at_budget(variants[name], budget)).item())}"
+            f"{LABELS.get(name, name)} {number(iqm(at_budget(variants[name], budget)).item())}"
             f" ({len(variants[name])})"
             for name in line.references
             if name in variants
@@ -471,8 +542,7 @@ def headline(results: Results, root: Path) -> str:
         ours = in_brackets(*estimate(last_and_best(runs)[0], iqm))
         cells = [f"{line.title} ([paper]({line.paper}){link})", f"[`{algo}.py`](algos/{algo}.py)"]
         cells += [str(len(file.read_text().splitlines())), line.learns_from, line.actions]
-        task = title(line.task).replace(f", {line.task[0]}-", ", ")  # not the name twice
-        cells += [f"{task} ({number(random)})"]
+        cells += [f"{title(line.task)} ({number(random)})"]
         cells += [named(f"{ours} ({len(runs)})", runs), "; ".join(others) or "-"]
         lines.append(f"| {' | '.join(cells)} |")
     text = "\n".join(lines)
@@ -575,7 +645,7 @@ def overview(results: Results, path: Path) -> None:
         dashed = axes.axhline(level, color="0.45", linestyle=(0, (5, 3)), linewidth=1.1, zorder=1)
         name = algo.capitalize() if algo == "dreamer" else algo.upper()
         axes.set_title(name, fontsize=9, fontweight="bold", loc="left", x=-0.15)
-        axes.set_title(row[1], fontsize=8, loc="right", color="0.3")
+        axes.set_title(title(row[1:3]), fontsize=8, loc="right", color="0.3")
         axes.set_xlabel(f"{unit(row)}, {len(results[row])} seeds", fontsize=7.5, color="0.3")
         axes.xaxis.set_major_formatter(lambda x, _: f"{x / 1000:g}k" if x else "0")
         axes.yaxis.set_major_formatter("{x:,g}")

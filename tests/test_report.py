@@ -157,22 +157,21 @@ def test_table_by_hand(options):
         "task",
         "variant",
         "seeds",
-        "updates",
-        "random policy",
-        "behaviour policy",
+        "budget",
         "last: IQM [95 % interval]",
         "best: IQM [95 % interval]",
     ]
-    assert len(table[1]) == 8 and set("".join(table[1])) == set(":- ") - {" "}
+    assert len(table[1]) == 6 and set("".join(table[1])) == set(":- ") - {" "}
     last_low, last_high = report.bootstrap_interval(np.array([[10.0], [20], [40], [100]]))
     best_low, best_high = report.bootstrap_interval(np.array([[60.0], [50], [80], [200]]))
     # behaviour: (4 * 12 + 22) / 5; last: (20 + 40) / 2; best: (60 + 80) / 2
     last = f"30.0 [{last_low:.1f}, {last_high:.1f}]"
     best = f"70.0 [{best_low:.1f}, {best_high:.1f}]"
     task = "Env-v1, shipped"
-    assert table[2] == [task, "mean-exp", "4", "1,000", "-3.50", "14.0", last, best]
+    first = f"{task} (random -3.50, data 14.0)"  # once per task
+    assert table[2] == [first, "mean-exp", "4", "1,000 updates", last, best]
     # BC stands last although b < m; one seed has no interval
-    assert table[3] == [task, "bc", "1", "1,000", "-3.50", "14.0", "7.00", "9.00"]
+    assert table[3] == [task, "bc", "1", "1,000 updates", "7.00", "9.00"]
     assert len(table) == 4
 
 
@@ -188,7 +187,7 @@ def test_mean_and_its_interval_by_hand():
 def test_table_without_references(tmp_path):
     write_run(tmp_path / "awr__Env-v2__random-10__exp" / "1", {100: 2.04})
     write_run(tmp_path / "random__Other-v0" / "1", {0: 1})
-    line = ["Env-v2, random-10", "exp", "1", "100", "-", "-", "2.04", "2.04"]
+    line = ["Env-v2, random-10", "exp", "1", "100 updates", "2.04", "2.04"]
     assert table_of(tmp_path, "awr")[2:] == [line]
 
 
@@ -208,8 +207,9 @@ def test_groups_have_figures_of_their_own(options):
 
 
 def test_algorithms_on_the_same_data_stand_side_by_side(options):
-    """AWR and CRR's main variant on shipped; BC is MARWIL's where CRR has none. random-10 has CRR
-    alone, and MARWIL, which only clones there, has no page's worth of results."""
+    """On CRR's page: AWR and CRR's main variant on shipped; AWR's has its own rows and BC, which is
+    MARWIL's where there is no other. random-10 has CRR alone, and MARWIL, which only clones there,
+    has no page's worth of results."""
     for seed in (1, 2):
         write_run(options.results / "awr__Env-v1__shipped__default" / str(seed), {0: 1, 900: 66})
         write_run(
@@ -218,15 +218,15 @@ def test_algorithms_on_the_same_data_stand_side_by_side(options):
     write_run(options.results / "marwil__Env-v1__shipped__bc" / "1", {0: 1, 900: 33})
     write_run(options.results / "crr__Env-v1__random-10__mean-binary" / "1", {100: 77})
     awr = table_of(options.results, "awr")[2:]
-    assert [(row[0], row[1], row[2], row[6]) for row in awr] == [
-        ("Env-v1, shipped", "default", "2", "66.0 [66.0, 66.0]"),
-        ("Env-v1, shipped", "crr", "2", "55.0 [55.0, 55.0]"),
+    compare = " (random -3.50, data 14.0)"  # its data are those of the other rows
+    assert [(row[0], row[1], row[2], row[4]) for row in awr] == [
+        ("Env-v1, shipped" + compare, "default", "2", "66.0 [66.0, 66.0]"),
         ("Env-v1, shipped", "bc", "1", "33.0"),
     ]
     crr = table_of(options.results, "crr")[2:]
     assert [(row[0], row[1]) for row in crr] == [
-        ("Env-v1, random-10", "mean-binary"),
-        ("Env-v1, shipped", "mean-binary"),  # the main one first
+        ("Env-v1, random-10 (random -3.50)", "mean-binary"),
+        ("Env-v1, shipped" + compare, "mean-binary"),  # the main one first
         ("Env-v1, shipped", "mean-exp"),
         ("Env-v1, shipped", "awr"),
         ("Env-v1, shipped", "bc"),
@@ -263,13 +263,12 @@ def test_online_algorithms_stand_apart_and_ablations_beside_their_default(option
     write_run(options.results / "rlpd__Env-v1__shipped__sac" / "1", {0: 1, 300: 30})
     write_run(options.results / "crr__Env-v1__shipped__mean-binary" / "1", {0: 1, 900: 55})
     table = table_of(options.results, "rlpd")
-    assert table[0][3] == "environment steps"
-    assert table_of(options.results, "crr")[0][3] == "updates"
-    assert [row[1:7] for row in table[2:]] == [
-        ["default", "2", "300", "-3.50", "12.0", "50.0 [50.0, 50.0]"],
-        ["sac", "1", "300", "-3.50", "12.0", "30.0"],
-        ["a-layer-less", "2", "300", "-3.50", "12.0", "40.0 [40.0, 40.0]"],
-        ["bc", "1", "1,000 updates", "-3.50", "12.0", "7.00"],
+    assert table_of(options.results, "crr")[2][3] == "900 updates"
+    assert [row[1:5] for row in table[2:]] == [
+        ["default", "2", "300 steps", "50.0 [50.0, 50.0]"],
+        ["sac", "1", "300 steps", "30.0"],
+        ["a-layer-less", "2", "300 steps", "40.0 [40.0, 40.0]"],
+        ["bc", "1", "1,000 updates", "7.00"],
     ]
     results = report.read_results(options.results)
     results |= report.side_by_side(results)
@@ -284,8 +283,8 @@ def test_what_gail_sees_little_of_is_also_cloned(tmp_path):
     write_run(tmp_path / "gail__Env-v1__Env-v1-expert__few" / "1", {0: 1, 300: 9})
     write_run(tmp_path / "marwil__Env-v1__Env-v1-few__bc" / "1", {0: 1, 700: 5})
     table = table_of(tmp_path, "gail")
-    assert [(row[1], row[3], row[6]) for row in table[2:]] == [
-        ("few", "300", "9.00"),
+    assert [(row[1], row[3], row[4]) for row in table[2:]] == [
+        ("few", "300 steps", "9.00"),
         ("few-bc", "700 updates", "5.00"),
     ]
 
@@ -294,13 +293,13 @@ def test_what_gail_sees_little_of_is_also_cloned(tmp_path):
 def test_online_algorithms_are_counted_in_environment_steps(tmp_path, algo):
     write_run(tmp_path / f"{algo}__Env-v1__none__default" / "1", {0: 1, 300: 9})
     write_run(tmp_path / f"{algo}-ablation__Env-v1__none__less" / "1", {0: 1, 300: 5})
-    assert table_of(tmp_path, algo)[0][3] == "environment steps"
+    assert [row[3] for row in table_of(tmp_path, algo)[2:]] == ["300 steps"] * 2
     for name in (algo, f"{algo}-ablation"):
         assert report.unit((name, "Env-v1", "none")) == "environment steps"
 
 
 def test_runs_of_older_code_are_marked(tmp_path, monkeypatch):
-    """Two seeds, the second made again; a row that is all new; a peer's, without a generation."""
+    """A row of two older seeds; a row that is all new; a peer's, without a generation."""
     rows = [
         report.run.Row("fqf", "CartPole-v1", "none", name, "", 1) for name in ("default", "new")
     ]
@@ -308,7 +307,7 @@ def test_runs_of_older_code_are_marked(tmp_path, monkeypatch):
     monkeypatch.setitem(report.run.GENERATION, "fqf", 3)
     folder = tmp_path / "fqf__CartPole-v1__none__default"
     write_run(folder / "1", {0: 1, 300: 9})
-    write_run(folder / "2", {0: 1, 300: 9}, generation=3)
+    write_run(folder / "2", {0: 1, 300: 9}, generation=2)
     write_run(tmp_path / "fqf__CartPole-v1__none__new" / "1", {0: 1, 300: 9}, generation=3)
     write_run(tmp_path / "fqf__CartPole-v1__none__tianshou" / "1", {0: 1, 300: 9})
     variants = [row[1] for row in table_of(tmp_path, "fqf")[2:]]
@@ -322,13 +321,54 @@ def test_runs_of_older_code_are_marked(tmp_path, monkeypatch):
         "new": False,
         "tianshou": False,
     }
-    for generation, is_older in ((2, True), (3, False)):
-        (folder / "1" / "metrics.csv").write_text(
-            f"step,seconds,key,value\n0,0,generation,{generation}\n300,1,eval/return_mean,9\n"
-        )
-        results = report.read_results(tmp_path)
-        assert (report.OLDER in report.section(results, "fqf", "")) == is_older
-        assert (report.OLDER in report.headline(results, ROOT)) == is_older
+
+
+def test_seeds_of_older_code_do_not_count_beside_new_ones(tmp_path, monkeypatch):
+    """Older code may have had other hyper-parameters: an IQM over both would be of no method. Two
+    seeds of five were made again; in another row none was."""
+    monkeypatch.setitem(report.run.GENERATION, "fqf", 3)
+    folder = tmp_path / "fqf__CartPole-v1__none__default"
+    for seed, (last, generation) in enumerate(((100, 3), (2, 2), (300, 3), (4, 1), (6, 0)), 1):
+        write_run(folder / str(seed), {0: 1, 300: last}, generation=generation)
+    for seed in (1, 2):
+        write_run(tmp_path / "fqf__CartPole-v1__none__qr-dqn" / str(seed), {0: 1, 300: 7 + seed})
+    table = table_of(tmp_path, "fqf")
+    assert [row[1:5] for row in table[2:]] == [
+        ["default", "2", "300 steps", "200.0 [100.0, 300.0]"],
+        ["qr-dqn \u2020", "2", "300 steps", "8.50 [8.00, 9.00]"],
+    ]
+    results = report.read_results(tmp_path)
+    assert "| 200.0 [100.0, 300.0] (2) |" in report.headline(results, ROOT)
+    rows = report.page_data(results)["rows"]
+    assert {row["variant"]: row["seeds"] for row in rows} == {"default": 2, "qr-dqn": 2}
+
+
+def test_legend_has_the_flags_of_tasks_and_variants(tmp_path, monkeypatch):
+    """What a variant adds to its task, in words that can be typed; peers have no flags of ours."""
+    Row = report.run.Row
+    rows = [
+        Row("mbpo", "Env-v1", "none", "default", "--a 1 --b", 1),
+        Row("mbpo", "Env-v1", "none", "c", "--a 2 --b --no-c", 1, "mbpo-ablation"),
+        Row("rlpd", "Env-v1", "none", "sac", "--a 1 --d 5", 1, "mbpo"),
+    ]
+    monkeypatch.setattr(report.run, "TABLE", rows)
+    for row in (*(row.name for row in rows), "mbpo__Env-v1__none__mbrl", "mbpo__Z-v0__none__x"):
+        write_run(tmp_path / row / "1", {0: 1, 300: 9})
+    assert report.legend(report.read_results(tmp_path), "mbpo").split("\n") == [
+        "*Flags of all rows of a task.* Env-v1: `--a 1 --b`.",
+        "*Flags that a variant adds.* `sac`: `rlpd.py --dataset none --d 5`; `c`: `--a 2 --no-c`.",
+    ]
+    assert report.legend(report.read_results(tmp_path), "awr") == ""
+
+
+def test_titles_do_not_say_a_name_twice():
+    for group, expected in (
+        (("gail", "CartPole-v1", "CartPole-v1-expert"), "gail, CartPole-v1, expert"),
+        (("CartPole-v1", "CartPole-v1-expert"), "CartPole-v1, expert"),
+        (("all", "Pendulum-v1", "random-10"), "Pendulum-v1, random-10"),
+        (("fqf", "CartPole-v1", "none"), "fqf, CartPole-v1"),
+    ):
+        assert report.title(group) == expected
 
 
 # ---- curves
@@ -354,8 +394,8 @@ def test_early_stop_is_carried_forward(tmp_path):
     assert returns.tolist() == [[1, 2, 3, 4], [5, 8, 8, 8], [6, 6, 7, 9]]
     row = cells(report.table(results, "crr"))[2]
     low, high = report.bootstrap_interval(np.array([[4.0], [8], [9]]))
-    assert row[3] == "10-30"
-    assert row[6] == f"7.50 [{low:.2f}, {high:.2f}]"  # (4 / 4 + 8 + 9 / 4) / 1.5
+    assert row[3] == "10-30 updates"
+    assert row[4] == f"7.50 [{low:.2f}, {high:.2f}]"  # (4 / 4 + 8 + 9 / 4) / 1.5
 
 
 def test_curve_starts_where_all_seeds_have_a_value(tmp_path):
@@ -444,7 +484,7 @@ def test_overview(tmp_path, monkeypatch):
     panels = drawn[0].axes
     assert len(panels) == 8 and [axes.axison for axes in panels] == [True] * 2 + [False] * 6
     names = [(axes.get_title("left"), axes.get_title("right")) for axes in panels[:2]]
-    assert names == [("CRR", "Pendulum-v1"), ("Dreamer", "PixelCatch-v0")]
+    assert names == [("CRR", "Pendulum-v1, random-100000"), ("Dreamer", "PixelCatch-v0")]
     curve, random = panels[1].lines
     assert curve.get_xdata().tolist() == [0, 4000] and curve.get_ydata().tolist() == [-1, 0.75]
     assert set(random.get_ydata()) == {-0.75} and random.get_linestyle() != "-"
