@@ -549,7 +549,8 @@ def evaluate(
     while running.any():
         if num_steps == MAX_EPISODE_STEPS:
             advice = "cut off; give it a time limit, max_episode_steps of gym.register"
-            print(f"{env_id}: no end of an episode in {num_steps:,} steps: {advice}", file=sys.stderr)
+            where = f"{env_id}: no end of an episode in {num_steps:,} steps"
+            print(f"{where}: {advice}", file=sys.stderr)
             break
         num_steps += 1
         action = np.array(policy(obs))  # [E, A], a copy: obs changes below

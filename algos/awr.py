@@ -37,9 +37,9 @@ Run it, then resume it (a checkpoint costs 2 MB + 4 bytes per row of data):
 import contextlib
 import io
 import math
-import os
 import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 import tyro
@@ -55,14 +55,14 @@ class Args:
     dataset: str = "auto"  # auto (benchmark/data, else random) | random[:N] | PATH.npz | minari:ID
     reward_scale: float = 1.0  # training sees reward_scale * reward + reward_shift
     reward_shift: float = 0.0  # see reward_scale
-    normalize_reward: bool = False  # make returns span 1000, as usual on D4RL; then reward_scale
+    normalize_reward: bool = False  # first scale returns to a span of 1000, as usual on D4RL
     # budget
     total_updates: int = 10_000  # budget in gradient updates
     total_epochs: int | None = None  # budget in passes over the dataset, instead
     # optimisation
     batch_size: int = 256  # transitions per update
     gamma: float = 0.99  # discount
-    learning_rate: float = 3e-4  # step size of Adam, where a network has no flag of its own
+    learning_rate: float = 3e-4  # step size of Adam, for every network without a flag of its own
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # the last two fall to 0
     warmup_updates: int = 0  # the learning rate first climbs from 0 over this many updates
     hidden_dim: int = 256  # width of the hidden layers, in every network
@@ -97,7 +97,7 @@ LIMITS = {"> 0": "beta", ">= 0": "value_warmup"}  # rule: flags; shared: common.
 
 if __name__ == "__main__" and {"-h", "--help"} & {*sys.argv}:  # without the wait for torch
     with contextlib.redirect_stdout(io.StringIO()) as flags, contextlib.suppress(SystemExit):
-        tyro.cli(Args)  # its text goes between the docstring's first line and all of it
+        tyro.cli(Args)  # prints the flags, which are to stand between title and docstring
     sys.stdout.write(f"{__doc__.splitlines()[0]}\n{flags.getvalue()}\n{__doc__}")
     sys.exit()
 
@@ -106,7 +106,7 @@ import numpy as np
 import torch
 from torch import nn
 
-sys.path.insert(1, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))  # for common.py
+sys.path[1:1] = map(str, Path(__file__).resolve().parents[:2])  # common.py: beside, or above
 import common
 
 ALGO = "awr"
@@ -177,7 +177,7 @@ class Actor(nn.Module):
         super().__init__()
         self.discrete = discrete
         self.net = mlp(obs_dim, hidden_dim, action_dim if discrete else 2 * action_dim)
-        with torch.no_grad():  # start with mean 0 and std 0.22, or equal probabilities, everywhere
+        with torch.no_grad():  # start close to mean 0 and std 0.22, or to equal probabilities
             self.net[-1].weight.mul_(0.01)
             self.net[-1].bias.zero_()
 
@@ -377,7 +377,7 @@ def train(args: Args) -> dict[str, float]:
         if args.value_warmup > 0:
             run.say(f"updates 1 to {args.value_warmup:,} train V alone (value_warmup)")
 
-    # loop
+    # loop: step is 1, 2, .. total, or ends early by a stop
     for step in run.steps():
         factor = common.lr_factor(step, total, args.lr_schedule, args.warmup_updates)
         for opt in (actor_opt, value_opt):

@@ -3,30 +3,30 @@ r"""CRR: Critic Regularized Regression. Offline RL, continuous or discrete actio
 Paper: "Critic Regularized Regression", Z. Wang, A. Novikov, K. Zolna, J. T. Springenberg, S. Reed,
 B. Shahriari, N. Siegel, J. Merel, C. Gulcehre, N. Heess, N. de Freitas, 2020, arXiv:2006.15134.
 
-Idea: clone the actions of a fixed dataset, but only those that a learned critic rates above the
-policy's own. No action outside the data is ever cloned: the critic may be wrong there.
+Idea: clone the actions of a fixed dataset, but only (or mostly) those that a learned critic rates
+above the policy's own. No action outside the data is ever cloned: the critic may be wrong there.
 
 Equations (Q', pi': target networks; s', a': the next step; Q without an index: mean of the Q_i):
     critic      minimise sum_i (Q_i(s, a) - y)^2
                 y = r + gamma (1 - terminated) min_i Q'_i(s', a'),          a' ~ pi'(.|s')
     advantage   A(s, a) = Q(s, a) - mean_j Q(s, a_j)  or  Q(s, a) - max_j Q(s, a_j)
-                a_1..a_M ~ pi(.|s). Discrete: the mean and y sum over all actions, weighted by pi
+                a_1..a_M ~ pi(.|s). Discrete: in the mean and in y, E_pi is a sum over all actions
     weight      f = 1[A > 0]  (binary)  or  f = min(exp(A / beta), max_weight)  (exp)
     actor       maximise f log pi(a|s); f counts as a constant
 
 Differences from the paper:
-    - Two critics with squared error instead of one distributional critic. The smaller one makes y,
-      so that errors do not add up over backups; A, which feeds no backup, takes their mean.
+    - Two critics with squared error instead of one distributional critic. The smaller one makes y:
+      backups would add up overestimates. A, which feeds no backup, takes their mean.
     - A tanh-Gaussian policy (discrete: a categorical one) instead of a mixture of Gaussians.
     - Soft target updates. The paper's hard copies: --tau 1 --target-interval 100.
     - Evaluation is greedy. The paper's critic-weighted policy (CWP) draws one of K sampled actions
       with softmax(Q / beta): --num-cwp-samples 10.
     - Observations are standardised. Rewards are scaled by 0.1, which fits Pendulum's large ones.
 
-Shapes: N rows of data, B batch, C = 2 critics, M sampled actions (or all A), K candidates of CWP, O
-observation, A action (discrete: one-hot), E evaluation episodes
+Shapes: N rows of data, B batch, C critics (2: TwinCritic), M sampled actions (or all A), K
+candidates of CWP, O observation, A action (discrete: one-hot), E evaluation episodes
 
-Run it, then resume it (a checkpoint costs 3 MB and about 20 ms):
+Run it, then resume it (a checkpoint costs 3 MB):
     python algos/crr.py --env-id Pendulum-v1
     python algos/crr.py --resume runs/<run>
 
@@ -39,10 +39,10 @@ The paper's hyper-parameters, on a Minari dataset:
 import contextlib
 import io
 import math
-import os
 import sys
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 import tyro
@@ -58,14 +58,14 @@ class Args:
     dataset: str = "auto"  # auto (benchmark/data, else random) | random[:N] | PATH.npz | minari:ID
     reward_scale: float = 0.1  # training sees reward_scale * reward + reward_shift
     reward_shift: float = 0.0  # see reward_scale
-    normalize_reward: bool = False  # make returns span 1000, as usual on D4RL; then reward_scale
+    normalize_reward: bool = False  # first scale returns to a span of 1000, as usual on D4RL
     # budget
     total_updates: int = 10_000  # budget in gradient updates
     total_epochs: int | None = None  # budget in passes over the dataset, instead
     # optimisation
     batch_size: int = 256  # transitions per update
     gamma: float = 0.99  # discount
-    learning_rate: float = 3e-4  # step size of Adam, where a network has no flag of its own
+    learning_rate: float = 3e-4  # step size of Adam, for every network without a flag of its own
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # the last two fall to 0
     warmup_updates: int = 0  # the learning rate first climbs from 0 over this many updates
     hidden_dim: int = 256  # width of the hidden layers, in every network
@@ -98,12 +98,11 @@ class Args:
     target_interval: int = 1  # updates between target updates
 
 
-# rule: flags; common.LIMITS has those of the shared ones
-LIMITS = {"> 0": "beta num_action_samples", ">= 0": "num_cwp_samples"}
+LIMITS = {"> 0": "beta num_action_samples", ">= 0": "num_cwp_samples"}  # shared ones: common.LIMITS
 
 if __name__ == "__main__" and {"-h", "--help"} & {*sys.argv}:  # without the wait for torch
     with contextlib.redirect_stdout(io.StringIO()) as flags, contextlib.suppress(SystemExit):
-        tyro.cli(Args)  # its text goes between the docstring's first line and all of it
+        tyro.cli(Args)  # prints the flags, which are to stand between title and docstring
     sys.stdout.write(f"{__doc__.splitlines()[0]}\n{flags.getvalue()}\n{__doc__}")
     sys.exit()
 
@@ -112,7 +111,7 @@ import numpy as np
 import torch
 from torch import nn
 
-sys.path.insert(1, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))  # for common.py
+sys.path[1:1] = map(str, Path(__file__).resolve().parents[:2])  # common.py: beside, or above
 import common
 
 ALGO = "crr"
@@ -183,7 +182,7 @@ class Actor(nn.Module):
         super().__init__()
         self.discrete = discrete
         self.net = mlp(obs_dim, hidden_dim, action_dim if discrete else 2 * action_dim)
-        with torch.no_grad():  # start with mean 0 and std 0.22, or equal probabilities, everywhere
+        with torch.no_grad():  # start close to mean 0 and std 0.22, or to equal probabilities
             self.net[-1].weight.mul_(0.01)
             self.net[-1].bias.zero_()
 
@@ -198,7 +197,7 @@ class Actor(nn.Module):
 
 
 class TwinCritic(nn.Module):
-    """Q_1(s, a) and Q_2(s, a), C = 2 independent networks."""
+    """Q_1(s, a) .. Q_C(s, a), independent networks. C = 2 is set here alone."""
 
     def __init__(self, obs_dim: int, action_dim: int, hidden_dim: int):
         super().__init__()
@@ -214,15 +213,16 @@ class TwinCritic(nn.Module):
 def candidate_actions(
     pi: TanhGaussian | Categorical, num_samples: int, generator: torch.Generator, exact: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Actions a_j and weights p_j with E_{a ~ pi} g(a) = sum_j p_j g(a_j). -> [M, B, A], [M, B]
-    M samples that count 1 / M each. Discrete and exact: all M = A actions instead."""
+    """Actions a_j and weights p_j; sum_j p_j g(a_j) estimates E_{a ~ pi} g(a). -> [M, B, A], [M, B]
+    M samples that count 1 / M each. Discrete and exact: all M = A actions, p_j = pi(a_j|s)."""
     if isinstance(pi, Categorical):
         prob = pi.log_probs.exp()  # [B, A]
         one_hot = torch.eye(prob.shape[1], device=prob.device)  # [A, A]
         if exact:
-            return one_hot[:, None].expand(-1, len(prob), -1), prob.T
+            return one_hot[:, None].expand(-1, len(prob), -1), prob.T  # [A, B, A], [A, B]
         noise = torch.rand((num_samples, *prob.shape), device=prob.device, generator=generator)
-        action = one_hot[(prob / -noise.log()).argmax(dim=2)]  # [M, B, A], the Gumbel-max trick
+        # the Gumbel-max trick: unlike torch.multinomial it lets NaN pass, which the loss reports
+        action = one_hot[(prob / -noise.log()).argmax(dim=2)]  # [M, B, A]
     else:
         shape = (num_samples, *pi.mean.shape)
         noise = torch.randn(shape, device=pi.mean.device, generator=generator)
@@ -331,11 +331,12 @@ def make_policy(
         pi = actor(obs)
         action = pi.greedy()  # [E, A]
         if args.num_cwp_samples > 0:
-            candidates, prob = candidate_actions(pi, args.num_cwp_samples, generator)  # [K, E, A]
-            q = critic(obs, candidates).mean(dim=0)  # [K, E]
-            # pi exp(Q / beta), normalised; of samples, prob is the same for all
-            prob = torch.softmax(prob.log() + q / args.beta, dim=0).T  # [E, K]
-            choice = torch.multinomial(prob, 1, generator=generator).squeeze(1)  # [E]
+            candidates, prob = candidate_actions(pi, args.num_cwp_samples, generator)
+            q = critic(obs, candidates).mean(dim=0)  # [K, E], as prob
+            # pi exp(Q / beta), normalised: samples have one p_j = 1 / K for all, which cancels
+            odds = torch.softmax(prob.log() + q / args.beta, dim=0).T  # [E, K]
+            race = torch.empty_like(odds).exponential_(generator=generator)
+            choice = (odds / race).argmax(dim=1)  # [E], a draw that lets NaN pass, too
             action = candidates[choice, torch.arange(len(obs), device=obs.device)]  # [E, A]
         return common.unnormalize_action(action.cpu().numpy(), action_space)
 
@@ -383,7 +384,7 @@ def train(args: Args) -> dict[str, float]:
     dataset = common.load_dataset(
         args.dataset, env, args.seed, args.reward_scale, args.reward_shift, args.normalize_reward
     )
-    obs_mean, obs_std = (x.to(device) for x in dataset.standardize())  # [O], [O]; in place
+    obs_mean, obs_std = (x.to(device) for x in dataset.standardize())  # [O]; it changes the dataset
     buffer = Buffer(dataset, device)
     updates_per_epoch = math.ceil(len(dataset) / args.batch_size)
     total = args.total_epochs * updates_per_epoch if args.total_epochs else args.total_updates
@@ -403,8 +404,7 @@ def train(args: Args) -> dict[str, float]:
     run.start(total, everything, about=str(dataset))  # a resumed run takes up its state here
     if run.is_fresh:
         run.log({"stats/behaviour_return": dataset.episode_returns.mean()})
-        policy = make_policy(actor, critic, obs_mean, obs_std, env.action_space, args)
-        run.evaluate(policy, acting)
+        run.evaluate(make_policy(actor, critic, obs_mean, obs_std, env.action_space, args), acting)
 
     # loop: step is 1, 2, .. total, or ends early by a stop
     for step in run.steps():
@@ -415,7 +415,7 @@ def train(args: Args) -> dict[str, float]:
         # 1. sample a minibatch
         obs, action, reward, next_obs, terminated = buffer.sample(args.batch_size, generator)
 
-        # 2. critics: both regress on one target, made by the target networks
+        # 2. critics: all regress on one target, made by the target networks
         with torch.no_grad():
             # one sample of a', as in SAC; discrete: all actions
             next_action, next_prob = candidate_actions(target_actor(next_obs), 1, generator)
@@ -429,7 +429,7 @@ def train(args: Args) -> dict[str, float]:
         # 3. actor: clone the actions that the critic finds better than the policy's own
         pi = actor(obs)
         with torch.no_grad():
-            # a maximum over all discrete actions would include those that pi never takes
+            # exact, but not for max: that of all actions would include those that pi never takes
             own_actions, prob = candidate_actions(
                 pi, args.num_action_samples, generator, exact=args.advantage_type == "mean"
             )
@@ -468,6 +468,7 @@ def train(args: Args) -> dict[str, float]:
             }
             run.log(scalars, updates=step, lower="--learning-rate or --max-weight")
         if step % args.eval_interval == 0 or step == total:
+            # made anew: CWP's draws start from eval_seed again, also after a resume
             policy = make_policy(actor, critic, obs_mean, obs_std, env.action_space, args)
             run.evaluate(policy, acting)
         if step % args.checkpoint_interval == 0 or run.is_last:  # budget, early stop, or Ctrl-C

@@ -43,12 +43,12 @@ Run it, resume it (a checkpoint takes 7 MB at the default size, and 3.1 KB per s
 import contextlib
 import io
 import math
-import os
 import sys
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 import tyro
@@ -66,7 +66,7 @@ class Args:
     # optimisation
     batch_size: int = 256  # transitions per update
     gamma: float = 0.997  # discount
-    learning_rate: float = 1e-3  # step size of Adam, where a network has no flag of its own
+    learning_rate: float = 1e-3  # step size of Adam, for every network without a flag of its own
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # the last two fall to 0
     warmup_updates: int = 0  # the learning rate first climbs from 0 over this many updates
     # evaluation and stops
@@ -113,7 +113,7 @@ LIMITS = {  # rule: flags; common.LIMITS has those of the shared ones
 
 if __name__ == "__main__" and {"-h", "--help"} & {*sys.argv}:  # without the wait for torch
     with contextlib.redirect_stdout(io.StringIO()) as flags, contextlib.suppress(SystemExit):
-        tyro.cli(Args)  # its text goes between the docstring's first line and all of it
+        tyro.cli(Args)  # prints the flags, which are to stand between title and docstring
     sys.stdout.write(f"{__doc__.splitlines()[0]}\n{flags.getvalue()}\n{__doc__}")
     sys.exit()
 
@@ -122,7 +122,7 @@ import numpy as np
 import torch
 from torch import nn
 
-sys.path.insert(1, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))  # for common.py
+sys.path[1:1] = map(str, Path(__file__).resolve().parents[:2])  # common.py: beside, or above
 import common
 from common import InputError
 
@@ -154,7 +154,7 @@ SIZES = {  # a new name goes into Args.size, too; millions of weights: all, the 
 
 
 def check_args(args: Args) -> None:
-    """What one flag says about another."""
+    """Rules between flags."""
     steps, num_envs, length = args.total_timesteps, args.num_envs, args.sequence_length
     last, low = args.imagine_last or length, num_envs * length  # low: a sequence of every one
     rules = [  # flag, what it must be, whether it is
@@ -213,8 +213,8 @@ gym.register("PixelCatch-v0", PixelCatch)
 
 
 class FreshMinAtar(gym.Wrapper):
-    """MinAtar repeats the last action now and then, also that of the episode before; a resumed run
-    needs episodes of seed and actions alone. It renders floats: a black film, and a warning."""
+    """Forget the last action at a reset: MinAtar repeats it at times, and a resumed run needs
+    episodes of seed and actions alone. Render bytes: MinAtar's floats would make a black film."""
 
     def reset(self, **kwargs):
         self.unwrapped.game.last_action = 0
@@ -794,7 +794,7 @@ def evaluate_checkpoint(args: Args) -> dict[str, float]:
             outcome = "benchmark/dreams.py is missing: no pictures of what the model imagines"
         else:
             policy = load_policy(args.evaluate, device=args.device)
-            path = os.path.join(os.path.dirname(args.evaluate), "dream")
+            path = Path(args.evaluate).with_name("dream")
             strip, moments = dreams.draw(dreams.film(dream, policy, env, args.eval_seed))
             dreams.save_image(f"{path}.png", strip)
             dreams.save_image(f"{path}.gif", *moments)

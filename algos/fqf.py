@@ -47,10 +47,10 @@ Run it, resume it; and the paper's set, for a GPU and days (see fqf.md):
 import contextlib
 import io
 import math
-import os
 import sys
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 import tyro
@@ -68,7 +68,7 @@ class Args:
     # optimisation
     batch_size: int = 128  # transitions per update
     gamma: float = 0.99  # discount
-    learning_rate: float = 5e-4  # step size of Adam, where a network has no flag of its own
+    learning_rate: float = 5e-4  # step size of Adam, for every network without a flag of its own
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # the last two fall to 0
     warmup_updates: int = 0  # the learning rate first climbs from 0 over this many updates
     hidden_dim: int = 128  # width of the hidden layers, in every network
@@ -123,7 +123,7 @@ LIMITS = {  # rule: flags; common.LIMITS has those of the shared ones
 
 if __name__ == "__main__" and {"-h", "--help"} & {*sys.argv}:  # without the wait for torch
     with contextlib.redirect_stdout(io.StringIO()) as flags, contextlib.suppress(SystemExit):
-        tyro.cli(Args)  # its text goes between the docstring's first line and all of it
+        tyro.cli(Args)  # prints the flags, which are to stand between title and docstring
     sys.stdout.write(f"{__doc__.splitlines()[0]}\n{flags.getvalue()}\n{__doc__}")
     sys.exit()
 
@@ -132,7 +132,7 @@ import numpy as np
 import torch
 from torch import nn
 
-sys.path.insert(1, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))  # for common.py
+sys.path[1:1] = map(str, Path(__file__).resolve().parents[:2])  # common.py: beside, or above
 import common
 from common import InputError
 
@@ -142,7 +142,7 @@ STACK_SIZE = 4  # frames in an observation of an Atari game
 
 
 def check_args(args: Args) -> None:
-    """What one flag says about another."""
+    """Rules between flags."""
     room = STACK_SIZE + args.n_steps
     if args.buffer_capacity <= room:
         rule = f"> {room}, for one transition"
@@ -159,8 +159,8 @@ def count_blocks(args: Args) -> int:
 
 
 class FreshMinAtar(gym.Wrapper):
-    """MinAtar repeats the last action now and then, also that of the episode before; a resumed run
-    needs episodes of seed and actions alone. It renders floats: a black film, and a warning."""
+    """Forget the last action at a reset: MinAtar repeats it at times, and a resumed run needs
+    episodes of seed and actions alone. Render bytes: MinAtar's floats would make a black film."""
 
     def reset(self, **kwargs):
         self.unwrapped.game.last_action = 0
@@ -181,7 +181,7 @@ def make_env(env_id: str, **kwargs) -> gym.Env:
     except ImportError as error:
         packages = "pip install ale-py minatar opencv-python-headless"
         raise InputError(f"{env_id}: {error.name} is missing: {packages}") from None
-    except ValueError as error:  # a game that cannot wait
+    except ValueError as error:  # a game without NOOP cannot idle at the start
         raise InputError(f"cannot play {env_id}: {common.one_line(error)}") from None
 
 
@@ -534,7 +534,7 @@ def evaluate_checkpoint(args: Args) -> dict[str, float]:
             from benchmark.distributions import plot_episode  # draws; a run does not need it
         except ImportError:
             raise InputError("--plot needs benchmark/distributions.py of the repository") from None
-        path = os.path.join(os.path.dirname(args.evaluate), "distributions.png")
+        path = str(Path(args.evaluate).with_name("distributions.png"))
         plot_episode(args.evaluate, path, args.eval_seed, device=args.device)
         if not args.quiet:
             print(f"drawn in {path}")
@@ -594,7 +594,7 @@ def train(args: Args) -> dict[str, float]:
         buffer.add_frame(current_obs, age=0)
         run.evaluate(policy, acting, make_env)
 
-    # loop
+    # loop: step is 1, 2, .. total, or ends early by a stop
     for step in run.steps():
         # 1. act, at random with probability epsilon, else with the largest Q; remember
         is_random = step <= args.learning_starts
@@ -681,7 +681,7 @@ def train(args: Args) -> dict[str, float]:
                 target_network.load_state_dict(network.state_dict())
 
             # 8. log the first update at or after every multiple of log_interval
-            if common.is_due(step, args.log_interval, args.train_frequency):
+            if common.is_due(step, args.log_interval, stride=args.train_frequency):
                 quantiles, width = quantiles.detach(), tau.detach().diff(dim=1)  # [B, N], [B, N]
                 q = (width * quantiles).sum(dim=1)  # [B]
                 scalars = {

@@ -42,9 +42,9 @@ The paper's hyper-parameters for CartPole (a batch of 5,000 is a whole rollout, 
 import contextlib
 import io
 import math
-import os
 import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 import tyro
@@ -63,7 +63,7 @@ class Args:
     # optimisation
     batch_size: int = 256  # transitions per update
     gamma: float = 0.99  # discount
-    learning_rate: float = 1e-3  # step size of Adam, where a network has no flag of its own
+    learning_rate: float = 1e-3  # step size of Adam, for every network without a flag of its own
     lr_schedule: Literal["constant", "linear", "cosine"] = "linear"  # fall to 0 at total_timesteps
     warmup_updates: int = 0  # the learning rate first climbs from 0 over this many updates
     hidden_dim: int = 64  # width of the hidden layers, in every network
@@ -114,7 +114,7 @@ LIMITS = {  # rule: flags; common.LIMITS has those of the shared ones
 
 if __name__ == "__main__" and {"-h", "--help"} & {*sys.argv}:  # without the wait for torch
     with contextlib.redirect_stdout(io.StringIO()) as flags, contextlib.suppress(SystemExit):
-        tyro.cli(Args)  # its text goes between the docstring's first line and all of it
+        tyro.cli(Args)  # prints the flags, which are to stand between title and docstring
     sys.stdout.write(f"{__doc__.splitlines()[0]}\n{flags.getvalue()}\n{__doc__}")
     sys.exit()
 
@@ -123,7 +123,7 @@ import numpy as np
 import torch
 from torch import nn
 
-sys.path.insert(1, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))  # for common.py
+sys.path[1:1] = map(str, Path(__file__).resolve().parents[:2])  # common.py: beside, or above
 import common
 from common import InputError
 
@@ -131,7 +131,7 @@ ALGO = "gail"
 
 
 def check_args(args: Args) -> None:
-    """What one flag says about another."""
+    """Rules between flags."""
     if args.total_timesteps % args.num_envs != 0:
         multiple = f"a multiple of num_envs {args.num_envs}"
         raise InputError(f"total_timesteps must be {multiple}, got {args.total_timesteps}")
@@ -482,7 +482,7 @@ def train(args: Args) -> dict[str, float]:
     spec = args.dataset
     if spec == "auto":
         spec = str(common.SHIPPED / f"{envs[0].spec.id}-expert.npz")
-        if not os.path.isfile(spec):
+        if not Path(spec).is_file():
             raise InputError(f"no {spec}: give the expert with --dataset (ours: benchmark/data)")
     dataset = common.load_dataset(spec, envs[0], args.seed)
     num_expert = args.num_expert_episodes

@@ -42,11 +42,11 @@ The paper's hyper-parameters, on a Minari dataset:
 import contextlib
 import io
 import math
-import os
 import sys
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Literal
 
 import tyro
@@ -67,7 +67,7 @@ class Args:
     # optimisation
     batch_size: int = 256  # transitions per update
     gamma: float = 0.99  # discount
-    learning_rate: float = 1e-3  # step size of Adam, where a network has no flag of its own
+    learning_rate: float = 1e-3  # step size of Adam, for every network without a flag of its own
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # the last two fall to 0
     warmup_updates: int = 0  # the learning rate first climbs from 0 over this many updates
     hidden_dim: int = 128  # width of the hidden layers, in every network
@@ -117,7 +117,7 @@ LIMITS = {  # rule: flags; common.LIMITS has those of the shared ones
 
 if __name__ == "__main__" and {"-h", "--help"} & {*sys.argv}:  # without the wait for torch
     with contextlib.redirect_stdout(io.StringIO()) as flags, contextlib.suppress(SystemExit):
-        tyro.cli(Args)  # its text goes between the docstring's first line and all of it
+        tyro.cli(Args)  # prints the flags, which are to stand between title and docstring
     sys.stdout.write(f"{__doc__.splitlines()[0]}\n{flags.getvalue()}\n{__doc__}")
     sys.exit()
 
@@ -126,7 +126,7 @@ import numpy as np
 import torch
 from torch import nn
 
-sys.path.insert(1, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))  # for common.py
+sys.path[1:1] = map(str, Path(__file__).resolve().parents[:2])  # common.py: beside, or above
 import common
 from common import InputError
 
@@ -134,7 +134,7 @@ ALGO = "rlpd"
 
 
 def check_args(args: Args) -> None:
-    """What one flag says about another."""
+    """Rules between flags."""
     ratio, batch_size = args.offline_batch_ratio, args.batch_size
     if ratio not in (0, 1) and not 0.5 < ratio * batch_size < batch_size - 0.5:
         raise InputError(f"offline_batch_ratio must leave a row of each kind, got {ratio}")
@@ -185,7 +185,7 @@ class GaussianActor(nn.Module):
     def __init__(self, obs_dim: int, action_dim: int, hidden_dims: list[int]):
         super().__init__()
         self.net = relu_mlp([obs_dim, *hidden_dims, 2 * action_dim])
-        with torch.no_grad():  # start with mean 0 and std 0.22 in every state
+        with torch.no_grad():  # start close to mean 0 and std 0.22 in every state
             self.net[-1].weight.mul_(0.01)
             self.net[-1].bias.zero_()
 
@@ -498,7 +498,7 @@ def train(args: Args) -> dict[str, float]:
 
     # episode: a resumed run plays the one again that it was in
     num_updates, episode = run.saved.get("num_updates", 0), run.saved.get("episode", 0)
-    episode_actions = [action.numpy().copy() for action in run.saved.get("episode_actions", ())]
+    episode_actions = [np.array(action) for action in run.saved.get("episode_actions", ())]
     current_obs, episode_return = common.start_episode(env, args.seed, episode, episode_actions)
     run.check_replay(current_obs)
 
@@ -515,7 +515,7 @@ def train(args: Args) -> dict[str, float]:
         run.log(first_scalars)
         run.evaluate(policy, acting)
 
-    # loop
+    # loop: step is 1, 2, .. total, or ends early by a stop; pretraining ends at step 0
     for step in run.steps():
         is_pretraining, is_random = step <= 0, 0 < step <= args.learning_starts
         if not is_pretraining:

@@ -601,7 +601,7 @@ OWN_WRONG_FLAGS = {
         (["--total-timesteps", "0"], "total_timesteps must be > 0, got 0"),
         (["--total-timesteps", "1001"], "total_timesteps must be a multiple of num_envs 8, got 1"),
         (["--total-timesteps", "1016"], "total_timesteps 1016 is spent before the first update:"),
-        (["--num-envs", "0"], "num_envs must be > 0, got 0"),
+        (["--num-envs", "0"], "num_envs must be in [1, 2^15), got 0"),
         (["--num-steps", "0"], "num_steps must be > 0, got 0"),
         (["--num-epochs", "0"], "num_epochs must be > 0, got 0"),
         (["--num-expert-episodes", "0"], "num_expert_episodes must be > 0, got 0"),
@@ -629,7 +629,7 @@ OWN_WRONG_FLAGS = {
         (["--total-timesteps", "0"], "total_timesteps must be > 0, got 0"),
         (["--total-timesteps", "2001"], "total_timesteps must be a multiple of num_envs 8, got 2"),
         (["--total-timesteps", "1024"], "total_timesteps 1024 is spent before the first update:"),
-        (["--num-envs", "0"], "num_envs must be > 0, got 0"),
+        (["--num-envs", "0"], "num_envs must be in [1, 2^15), got 0"),
         (
             ["--learning-starts", "127"],
             "learning_starts must be >= num_envs x sequence_length",

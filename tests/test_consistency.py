@@ -50,7 +50,7 @@ EVERY_FILE_HAS = {  # of those: the controls that no algorithm may lack
 }
 ALLOWED_IMPORTS = {
     *("collections", "contextlib", "copy", "dataclasses", "functools", "io", "itertools", "math"),
-    *("os", "sys", "typing"),
+    *("pathlib", "sys", "typing"),
     *("gymnasium", "numpy", "torch", "tyro", "common"),
 }
 
