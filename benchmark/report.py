@@ -82,7 +82,7 @@ HEADLINES = {
     "awr": Headline(
         "AWR",
         "https://arxiv.org/abs/1910.00177",
-        "a dataset",
+        "dataset",
         ANY,
         ("Pendulum-v1", "shipped"),
         ("axiomrl",),
@@ -90,7 +90,7 @@ HEADLINES = {
     "marwil": Headline(
         "MARWIL",
         "https://papers.nips.cc/paper/2018/hash/4aec1b3435c52abbdf8334ea0e7141e0-Abstract.html",
-        "a dataset",
+        "dataset",
         ANY,
         ("Pendulum-v1", "shipped"),
         ("axiomrl",),
@@ -98,7 +98,7 @@ HEADLINES = {
     "crr": Headline(
         "CRR",
         "https://arxiv.org/abs/2006.15134",
-        "a dataset",
+        "dataset",
         ANY,
         ("Pendulum-v1", "random-100000"),
         ("d3rlpy",),
@@ -106,7 +106,7 @@ HEADLINES = {
     "rlpd": Headline(
         "RLPD",
         "https://arxiv.org/abs/2302.02948",
-        "the environment and a dataset",
+        "environment, dataset",
         CONTINUOUS,
         ("Pendulum-v1", "shipped"),
         ("sbx-sac-data-in-buffer",),
@@ -114,7 +114,7 @@ HEADLINES = {
     "mbpo": Headline(
         "MBPO",
         "https://arxiv.org/abs/1906.08253",
-        "the environment",
+        "environment",
         CONTINUOUS,
         ("Pendulum-v1", "none"),
         ("mbrl",),
@@ -122,7 +122,7 @@ HEADLINES = {
     "fqf": Headline(
         "FQF",
         "https://arxiv.org/abs/1911.02140",
-        "the environment, also its images",
+        "environment (vectors or images)",
         DISCRETE,
         ("CartPole-v1", "none"),
         ("tianshou",),
@@ -130,7 +130,7 @@ HEADLINES = {
     "gail": Headline(
         "GAIL",
         "https://arxiv.org/abs/1606.03476",
-        "the environment and an expert, no reward",
+        "environment (no reward), expert",
         ANY,
         ("Pendulum-v1", "Pendulum-v1-expert"),
         ("imitation",),
@@ -138,24 +138,25 @@ HEADLINES = {
     "dreamer": Headline(
         "DreamerV3",
         "https://arxiv.org/abs/2301.04104",
-        "the environment, also its images",
+        "environment (vectors or images)",
         DISCRETE,
         ("PixelCatch-v0", "none"),
         (),
     ),
 }
 HEADLINE_HEADER = (
-    "| algorithm | file | lines | learns from | actions | task (return of a random policy) "
-    "| ours: IQM [95 % interval] (seeds) | reference: IQM (seeds) |"
+    "| algorithm | file | lines | learns from | actions | task (random policy) "
+    "| ours [95 % interval] (seeds) | reference (seeds) |"
 )
 LABELS = {"sbx-sac-data-in-buffer": "sbx, SAC + data"}  # of references in README.md
 HEADLINE_NOTE = """\
-Each number is the mean return of the last evaluation, IQM over seeds. The best possible return is
-about -145 on Pendulum, 500 on CartPole and 1 on PixelCatch. A reference is another library with the
-same data and budget. We tuned our defaults on these tasks, but
-[not the references](benchmark/README.md#references). RLPD's reference is SAC that starts with the
-dataset in its replay buffer. CRR learns from random data, which is harder than the data of AWR and
-MARWIL."""
+Numbers are returns of the last evaluation: the mean over its episodes, then the interquartile mean
+(IQM) over seeds. The best possible return is about -145 on Pendulum, 500 on CartPole and 1 on
+PixelCatch. *shipped* and *expert* are [datasets in this repository](benchmark/data/README.md).
+*random-100000* is 100,000 steps of a random policy, so CRR has a harder task than AWR and MARWIL.
+A reference is another library with the same data and budget. RLPD's reference is SAC that starts
+with the dataset in its replay buffer. We tuned our defaults on these tasks, but
+[not the references](benchmark/README.md#references)."""
 
 
 @dataclass
@@ -407,11 +408,13 @@ def estimate(
 
 
 def in_brackets(value: float, *interval: float) -> str:
-    return f"{number(value)} [{', '.join(map(number, interval))}]" if interval else number(value)
+    """A narrow column breaks before the bracket, never in it: \u00a0 is a space that stays."""
+    ends = ",\u00a0".join(map(number, interval))
+    return f"{number(value)} [{ends}]" if interval else number(value)
 
 
 def named(variant: str, runs: list[Run]) -> str:
-    return f"{variant} \u2020" if any(run.is_older for run in runs) else variant
+    return f"{variant}\u00a0\u2020" if any(run.is_older for run in runs) else variant
 
 
 def tasks_of(results: Results, algo: str) -> dict[tuple[str, ...], dict[str, list[Run]]]:
@@ -451,7 +454,7 @@ def table(results: Results, algo: str) -> str:
             is_online = algo in ONLINE and not variant.endswith("bc")
             budget = span([run.steps[-1] for run in runs])
             cells = [task_cell, named(variant, runs), str(len(runs))]
-            cells += [f"{budget} {'steps' if is_online else 'updates'}"]
+            cells += [f"{budget}\u00a0{'steps' if is_online else 'updates'}"]
             cells += [in_brackets(*estimate(scores, iqm)) for scores in (last, best)]
             lines.append(f"| {' | '.join(cells)} |")
             task_cell = title(task)
@@ -493,8 +496,8 @@ def legend(results: Results, algo: str) -> str:
                 flags = {flag: x for flag, x in flags_of(entry).items() if common.get(flag) != x}
                 of_variants.setdefault(variant, code(entry, flags))
     meanings = [f"`{variant}`: {text}" for variant, text in of_variants.items()]
-    parts = [f"*Flags of all rows of a task.* {'; '.join(of_tasks)}."] if of_tasks else []
-    parts += [f"*Flags that a variant adds.* {'; '.join(meanings)}."] if meanings else []
+    parts = [f"- *Flags of all rows of a task.* {'; '.join(of_tasks)}."] if of_tasks else []
+    parts += [f"- *Flags that a variant adds.* {'; '.join(meanings)}."] if meanings else []
     return "\n".join(parts)
 
 
@@ -540,10 +543,11 @@ def headline(results: Results, root: Path) -> str:
         file = root / "algos" / f"{algo}.py"
         link = f", [page](algos/{algo}.md)" if file.with_suffix(".md").exists() else ""
         ours = in_brackets(*estimate(last_and_best(runs)[0], iqm))
+        ours += f"\u00a0({len(runs)})"
         cells = [f"{line.title} ([paper]({line.paper}){link})", f"[`{algo}.py`](algos/{algo}.py)"]
         cells += [str(len(file.read_text().splitlines())), line.learns_from, line.actions]
         cells += [f"{title(line.task)} ({number(random)})"]
-        cells += [named(f"{ours} ({len(runs)})", runs), "; ".join(others) or "-"]
+        cells += [named(ours, runs), "; ".join(others) or "-"]
         lines.append(f"| {' | '.join(cells)} |")
     text = "\n".join(lines)
     notes = [HEADLINE_NOTE, OLDER] if "\u2020" in text else [HEADLINE_NOTE]
@@ -645,7 +649,8 @@ def overview(results: Results, path: Path) -> None:
         dashed = axes.axhline(level, color="0.45", linestyle=(0, (5, 3)), linewidth=1.1, zorder=1)
         name = algo.capitalize() if algo == "dreamer" else algo.upper()
         axes.set_title(name, fontsize=9, fontweight="bold", loc="left", x=-0.15)
-        axes.set_title(title(row[1:3]), fontsize=8, loc="right", color="0.3")
+        # small, so that the longest does not run into the name
+        axes.set_title(title(row[1:3]), fontsize=6.5, loc="right", color="0.3")
         axes.set_xlabel(f"{unit(row)}, {len(results[row])} seeds", fontsize=7.5, color="0.3")
         axes.xaxis.set_major_formatter(lambda x, _: f"{x / 1000:g}k" if x else "0")
         axes.yaxis.set_major_formatter("{x:,g}")
