@@ -219,6 +219,18 @@ def test_equations_are_closed(path):
             assert len(lefts) == len(re.findall(re.escape(right) + r"(?![a-z])", block)), block
 
 
+@each_page
+def test_markdown_leaves_equations_alone(path):
+    r"""GitHub reads Markdown first and equations afterwards: of \, it leaves a comma, of \{ a
+    brace that LaTeX does not show, and two lone underscores become italics."""
+    text = without_code(path.read_text())
+    blocks = re.findall(r"^\$\$\n.*?^\$\$$", text, re.DOTALL | re.MULTILINE)
+    rest = re.sub(r"^\$\$\n.*?^\$\$$", "", text, flags=re.DOTALL | re.MULTILINE)
+    for equation in blocks + re.findall(r"\$[^$\n]+\$", rest):
+        page = MARKDOWN.render(f"x {equation}")
+        assert html.unescape(page) == f"<p>x {equation}</p>\n"
+
+
 def logged(algo: str) -> tuple[set[str], list[str]]:
     """The losses/ and stats/ keys of a file, and patterns for those that are f-strings."""
     strings = re.findall(
