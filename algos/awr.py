@@ -329,7 +329,7 @@ def load_policy(path: str, **overrides) -> common.Policy:
 def train(args: Args) -> dict[str, float]:
     # setup
     run = common.Run(ALGO, args, LIMITS)
-    args, device = run.args, run.device  # args: with what device=auto has become
+    args, device = run.args, run.device  # args: device=auto is now cpu, cuda or mps
     env = common.make_env(args.env_id)
     (obs_dim,), action_dim, discrete = common.check_spaces(env)
     torch.manual_seed(args.seed)  # for the initial weights
