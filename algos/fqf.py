@@ -159,8 +159,8 @@ def count_blocks(args: Args) -> int:
 
 
 class FreshMinAtar(gym.Wrapper):
-    """Forget the last action at a reset: MinAtar repeats it at times, and a resumed run needs
-    episodes of seed and actions alone. Render bytes: MinAtar's floats would make a black film."""
+    """Forget the last action at a reset. MinAtar repeats it at times, so that an episode would not
+    follow from its seed and actions alone. Render bytes: as a video MinAtar's floats are black."""
 
     def reset(self, **kwargs):
         self.unwrapped.game.last_action = 0
