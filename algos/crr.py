@@ -102,7 +102,7 @@ LIMITS = {"> 0": "beta num_action_samples", ">= 0": "num_cwp_samples"}  # shared
 
 if __name__ == "__main__" and {"-h", "--help"} & {*sys.argv}:  # without the wait for torch
     with contextlib.redirect_stdout(io.StringIO()) as flags, contextlib.suppress(SystemExit):
-        tyro.cli(Args)  # prints the flags, which are to stand between title and docstring
+        tyro.cli(Args)  # prints the flags; below they go between title and docstring
     sys.stdout.write(f"{__doc__.splitlines()[0]}\n{flags.getvalue()}\n{__doc__}")
     sys.exit()
 
@@ -466,7 +466,7 @@ def train(args: Args) -> dict[str, float]:
                 "stats/log_prob": log_prob.mean().item(),
                 **pi.statistics(),
             }
-            run.log(scalars, updates=step, lower="--learning-rate or --max-weight")
+            run.log(scalars, updates=step, lower="--learning-rate or --max-weight")  # if NaN
         if step % args.eval_interval == 0 or step == total:
             # made anew: CWP's draws start from eval_seed again, also after a resume
             policy = make_policy(actor, critic, obs_mean, obs_std, env.action_space, args)

@@ -113,7 +113,7 @@ LIMITS = {  # rule: flags; common.LIMITS has those of the shared ones
 
 if __name__ == "__main__" and {"-h", "--help"} & {*sys.argv}:  # without the wait for torch
     with contextlib.redirect_stdout(io.StringIO()) as flags, contextlib.suppress(SystemExit):
-        tyro.cli(Args)  # prints the flags, which are to stand between title and docstring
+        tyro.cli(Args)  # prints the flags; below they go between title and docstring
     sys.stdout.write(f"{__doc__.splitlines()[0]}\n{flags.getvalue()}\n{__doc__}")
     sys.exit()
 
@@ -1025,7 +1025,7 @@ def train(args: Args) -> dict[str, float]:
                     "stats/critic_grad_norm": critic_norm.item(),
                     "stats/actor_grad_norm": actor_norm.item(),
                 }
-                lower = "--learning-rate or --actor-critic-learning-rate"
+                lower = "--learning-rate or --actor-critic-learning-rate"  # if a loss is NaN
                 run.log(scalars, updates=num_updates, lower=lower)
             last_update = step
 

@@ -114,7 +114,7 @@ LIMITS = {  # rule: flags; common.LIMITS has those of the shared ones
 
 if __name__ == "__main__" and {"-h", "--help"} & {*sys.argv}:  # without the wait for torch
     with contextlib.redirect_stdout(io.StringIO()) as flags, contextlib.suppress(SystemExit):
-        tyro.cli(Args)  # prints the flags, which are to stand between title and docstring
+        tyro.cli(Args)  # prints the flags; below they go between title and docstring
     sys.stdout.write(f"{__doc__.splitlines()[0]}\n{flags.getvalue()}\n{__doc__}")
     sys.exit()
 
@@ -660,7 +660,7 @@ def train(args: Args) -> dict[str, float]:
                 }
                 if args.absorbing:
                     scalars["stats/end_reward"] = end_reward.item()
-                rates = "--learning-rate or --discriminator-learning-rate"
+                rates = "--learning-rate or --discriminator-learning-rate"  # if a loss is NaN
                 run.log(scalars, updates=num_updates, lower=rates)
 
         # 8. evaluate, but a policy only once; save
