@@ -15,16 +15,16 @@ Equations (Q', pi': target networks; s', a': the next step; Q without an index: 
     actor       maximise f log pi(a|s); f counts as a constant
 
 Differences from the paper:
-    - Two critics with squared error instead of one distributional critic. The smaller one makes y:
-      backups would add up overestimates. A, which feeds no backup, takes their mean.
+    - Two critics with squared error instead of one distributional critic. y takes the smallest Q_i,
+      since overestimates add up from backup to backup. A feeds no backup: it takes their mean.
     - A tanh-Gaussian policy (discrete: a categorical one) instead of a mixture of Gaussians.
     - Soft target updates. The paper's hard copies: --tau 1 --target-interval 100.
     - Evaluation is greedy. The paper's critic-weighted policy (CWP) draws one of K sampled actions
       with softmax(Q / beta): --num-cwp-samples 10.
     - Observations are standardised. Rewards are scaled by 0.1, which fits Pendulum's large ones.
 
-Shapes: N rows of data, B batch, C critics (2: TwinCritic), M sampled actions (or all A), K
-candidates of CWP, O observation, A action (discrete: one-hot), E evaluation episodes
+Shapes: B batch, C critics (2: TwinCritic), M sampled actions (or all A), K candidates of CWP, O
+observation, A action (discrete: one-hot; in equations A is the advantage), E evaluation episodes
 
 Run it, then resume it (a checkpoint costs 3 MB):
     python algos/crr.py --env-id Pendulum-v1
@@ -102,7 +102,7 @@ LIMITS = {"> 0": "beta num_action_samples", ">= 0": "num_cwp_samples"}  # shared
 
 if __name__ == "__main__" and {"-h", "--help"} & {*sys.argv}:  # without the wait for torch
     with contextlib.redirect_stdout(io.StringIO()) as flags, contextlib.suppress(SystemExit):
-        tyro.cli(Args)  # prints the flags, which are to stand between title and docstring
+        tyro.cli(Args)  # prints the flags; below they go between title and docstring
     sys.stdout.write(f"{__doc__.splitlines()[0]}\n{flags.getvalue()}\n{__doc__}")
     sys.exit()
 
@@ -220,9 +220,10 @@ def candidate_actions(
         one_hot = torch.eye(prob.shape[1], device=prob.device)  # [A, A]
         if exact:
             return one_hot[:, None].expand(-1, len(prob), -1), prob.T  # [A, B, A], [A, B]
-        noise = torch.rand((num_samples, *prob.shape), device=prob.device, generator=generator)
-        # the Gumbel-max trick: unlike torch.multinomial it lets NaN pass, which the loss reports
-        action = one_hot[(prob / -noise.log()).argmax(dim=2)]  # [M, B, A]
+        uniform = torch.rand((num_samples, *prob.shape), device=prob.device, generator=generator)
+        # Gumbel-max trick: the argmax of prob / Exp(1) noise is a draw from prob. Unlike
+        # torch.multinomial it does not raise on NaN, which run.log() reports in a clear line
+        action = one_hot[(prob / -uniform.log()).argmax(dim=2)]  # [M, B, A]
     else:
         shape = (num_samples, *pi.mean.shape)
         noise = torch.randn(shape, device=pi.mean.device, generator=generator)
@@ -321,7 +322,7 @@ def make_policy(
     action_space: gym.Space,
     args: Args,
 ) -> common.Policy:
-    """What is evaluated: the greedy action, or CWP, which leaves training's generator alone."""
+    """What is evaluated: greedy, or by CWP, with a generator that is not that of training."""
     generator = torch.Generator(obs_mean.device).manual_seed(args.eval_seed)
 
     @torch.no_grad()
@@ -332,11 +333,11 @@ def make_policy(
         action = pi.greedy()  # [E, A]
         if args.num_cwp_samples > 0:
             candidates, prob = candidate_actions(pi, args.num_cwp_samples, generator)
-            q = critic(obs, candidates).mean(dim=0)  # [K, E], as prob
-            # pi exp(Q / beta), normalised: samples have one p_j = 1 / K for all, which cancels
-            odds = torch.softmax(prob.log() + q / args.beta, dim=0).T  # [E, K]
-            race = torch.empty_like(odds).exponential_(generator=generator)
-            choice = (odds / race).argmax(dim=1)  # [E], a draw that lets NaN pass, too
+            q = critic(obs, candidates).mean(dim=0)  # [K, E], like prob
+            # p_j exp(Q_j / beta), normalised; if sampled, every p_j is 1 / K and cancels
+            cwp_prob = torch.softmax(prob.log() + q / args.beta, dim=0).T  # [E, K]
+            noise = torch.empty_like(cwp_prob).exponential_(generator=generator)
+            choice = (cwp_prob / noise).argmax(dim=1)  # [E], a draw by the Gumbel-max trick
             action = candidates[choice, torch.arange(len(obs), device=obs.device)]  # [E, A]
         return common.unnormalize_action(action.cpu().numpy(), action_space)
 
@@ -374,7 +375,7 @@ def update_target(target: nn.Module, network: nn.Module, tau: float) -> None:
 def train(args: Args) -> dict[str, float]:
     # setup
     run = common.Run(ALGO, args, LIMITS)
-    args, device = run.args, run.device  # args: with what device=auto has become
+    args, device = run.args, run.device  # args: device=auto is now cpu, cuda or mps
     env = common.make_env(args.env_id)
     (obs_dim,), action_dim, discrete = common.check_spaces(env)
     torch.manual_seed(args.seed)  # for the initial weights
@@ -384,7 +385,7 @@ def train(args: Args) -> dict[str, float]:
     dataset = common.load_dataset(
         args.dataset, env, args.seed, args.reward_scale, args.reward_shift, args.normalize_reward
     )
-    obs_mean, obs_std = (x.to(device) for x in dataset.standardize())  # [O]; it changes the dataset
+    obs_mean, obs_std = (x.to(device) for x in dataset.standardize())  # [O]; in place
     buffer = Buffer(dataset, device)
     updates_per_epoch = math.ceil(len(dataset) / args.batch_size)
     total = args.total_epochs * updates_per_epoch if args.total_epochs else args.total_updates
@@ -429,10 +430,9 @@ def train(args: Args) -> dict[str, float]:
         # 3. actor: clone the actions that the critic finds better than the policy's own
         pi = actor(obs)
         with torch.no_grad():
-            # exact, but not for max: that of all actions would include those that pi never takes
-            own_actions, prob = candidate_actions(
-                pi, args.num_action_samples, generator, exact=args.advantage_type == "mean"
-            )
+            # not exact for max: the max over all actions would count those that pi never takes
+            exact = args.advantage_type == "mean"
+            own_actions, prob = candidate_actions(pi, args.num_action_samples, generator, exact)
             all_actions = torch.cat([action[None], own_actions])  # [1 + M, B, A], for one call
             q = critic(obs, all_actions).mean(dim=0)  # [1 + M, B]
             q_data, q_own = q[0], q[1:]  # [B], [M, B]
@@ -466,7 +466,7 @@ def train(args: Args) -> dict[str, float]:
                 "stats/log_prob": log_prob.mean().item(),
                 **pi.statistics(),
             }
-            run.log(scalars, updates=step, lower="--learning-rate or --max-weight")
+            run.log(scalars, updates=step, lower="--learning-rate or --max-weight")  # if NaN
         if step % args.eval_interval == 0 or step == total:
             # made anew: CWP's draws start from eval_seed again, also after a resume
             policy = make_policy(actor, critic, obs_mean, obs_std, env.action_space, args)

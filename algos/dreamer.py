@@ -8,15 +8,15 @@ last one and an action, and what reward it brings. Actor and critic learn from t
 in it. A state is (h, z): h, of a GRU, remembers; z is a few categorical variables, drawn from the
 posterior q(z|h, x) where x is observed, else from the prior p(z|h), which learns to predict q.
 
-Equations (sg: no gradient; p, q, pi: 1 % uniform; two-hot(y): cross-entropy over J bins, where the
-target is split between the two bins next to y; bins grow exponentially: rewards of any size fit):
+Equations (sg: no gradient; v: the critic's value; p, q, pi have 1 % uniform mixed in; two-hot(y):
+cross-entropy, y split between the two nearest of J bins; they grow exponentially, so any y fits):
     model       h_t = GRU(h_{t-1}, z_{t-1}, a_{t-1}), posterior q(z|h, x), prior p(z|h), and heads
                 of (h, z) for x, for the reward r and for c, the probability to go on
     its loss    |x - x_hat|^2 + two-hot(r) + BCE(c)
                 + max(1, KL(sg(q) || p)) + 0.1 max(1, KL(q || sg(p)))       (1: the free nats)
     returns     R_t = r_{t+1} + gamma c_{t+1} ((1 - lambda) v_{t+1} + lambda R_{t+1}), R_H = v_H
-    critic      minimise w_t (two-hot(R_t) + two-hot(slow critic)), w_t = gamma^t c_0 .. c_t,
-                and 0.3 of that on replayed rewards, with w = 1 - is_last, imagined R for v
+    critic      minimise w_t (two-hot(R_t) + two-hot(v of a slow copy)), w_t = gamma^t c_0 .. c_t,
+                and 0.3 of the same on replayed steps: real r, imagined R for v, w = 1 - is_last
     actor       maximise w_t (log pi(a_t|s_t) sg(R_t - v_t) / max(1, scale) + eta entropy of pi),
                 scale: running distance from the 5th to the 95th percentile of R
 
@@ -113,7 +113,7 @@ LIMITS = {  # rule: flags; common.LIMITS has those of the shared ones
 
 if __name__ == "__main__" and {"-h", "--help"} & {*sys.argv}:  # without the wait for torch
     with contextlib.redirect_stdout(io.StringIO()) as flags, contextlib.suppress(SystemExit):
-        tyro.cli(Args)  # prints the flags, which are to stand between title and docstring
+        tyro.cli(Args)  # prints the flags; below they go between title and docstring
     sys.stdout.write(f"{__doc__.splitlines()[0]}\n{flags.getvalue()}\n{__doc__}")
     sys.exit()
 
@@ -143,7 +143,7 @@ class Size(NamedTuple):
         return [self.depth * 2**stage for stage in range(int(math.log2(self.image_size // 4)))]
 
 
-SIZES = {  # a new name goes into Args.size, too; millions of weights: all, the decoder's input
+SIZES = {  # a new name goes into Args.size, too. Beside: million weights, those of Decoder.input
     "tiny": Size(128, 16, 16, 64, 8, 1, 32),  # 0.6, 0.2
     "mini": Size(256, 16, 16, 128, 16, 1, 32),  # 1.7, 0.5
     "small": Size(512, 16, 16, 256, 16, 8, 64),  # 4.8, 1.6
@@ -156,7 +156,7 @@ SIZES = {  # a new name goes into Args.size, too; millions of weights: all, the 
 def check_args(args: Args) -> None:
     """Rules between flags."""
     steps, num_envs, length = args.total_timesteps, args.num_envs, args.sequence_length
-    last, low = args.imagine_last or length, num_envs * length  # low: a sequence of every one
+    last, low = args.imagine_last or length, num_envs * length  # low: one sequence per env
     rules = [  # flag, what it must be, whether it is
         ("sequence_length", ">= 2", length >= 2),  # returns need a next step
         ("imagine_last", f"in [2, sequence_length {length}]", 2 <= last <= length),
@@ -213,8 +213,8 @@ gym.register("PixelCatch-v0", PixelCatch)
 
 
 class FreshMinAtar(gym.Wrapper):
-    """Forget the last action at a reset: MinAtar repeats it at times, and a resumed run needs
-    episodes of seed and actions alone. Render bytes: MinAtar's floats would make a black film."""
+    """Forget the last action at a reset. MinAtar repeats it at times, so that an episode would not
+    follow from its seed and actions alone. Render bytes: as a video MinAtar's floats are black."""
 
     def reset(self, **kwargs):
         self.unwrapped.game.last_action = 0
@@ -288,7 +288,7 @@ def make_env(env_id: str, image_size: int, from_pixels: bool, **kwargs) -> gym.E
     except ImportError as error:
         packages = "pip install ale-py minatar opencv-python-headless"
         raise InputError(f"{env_id}: {error.name} is missing: {packages}") from None
-    except (ValueError, gym.error.Error) as error:  # a game that cannot wait, or cannot be rendered
+    except (ValueError, gym.error.Error) as error:  # a game without NOOP, or without render()
         raise InputError(f"cannot play {env_id}: {common.one_line(error)}") from None
 
 
@@ -360,7 +360,7 @@ class Encoder(nn.Module):
             self.embed_dim = channels[-1] * 4 * 4
             for inner, outer in pairwise([obs_shape[2], *channels]):
                 layers += [nn.Conv2d(inner, outer, kernel_size=4, stride=2, padding=1)]
-                layers += [ChannelNorm(outer, 1e-4), nn.SiLU()]
+                layers += [ChannelNorm(outer, eps=1e-4), nn.SiLU()]
         else:
             self.embed_dim = size.units
             layers += [dense(n, size.units) for n in (obs_shape[0], size.units, size.units)]
@@ -385,7 +385,7 @@ class Decoder(nn.Module):
             self.input = nn.Linear(feature_dim, 4 * 4 * channels[0])
             layers = []
             for inner, outer in pairwise([*channels, obs_shape[2]]):
-                layers += [ChannelNorm(inner, 1e-4), nn.SiLU()]
+                layers += [ChannelNorm(inner, eps=1e-4), nn.SiLU()]
                 layers += [nn.ConvTranspose2d(inner, outer, kernel_size=4, stride=2, padding=1)]
             self.net = nn.Sequential(*layers).to(memory_format=torch.channels_last)
 
@@ -452,7 +452,7 @@ class RSSM(nn.Module):
         self.from_h, self.from_z = dense(deter, units), dense(stoch, units)
         self.from_action = dense(num_actions, units)
         self.mix = BlockLinear(deter + size.blocks * 3 * units, deter, size.blocks)
-        self.mix_norm = nn.Sequential(nn.RMSNorm(deter, 1e-4), nn.SiLU())
+        self.mix_norm = nn.Sequential(nn.RMSNorm(deter, eps=1e-4), nn.SiLU())
         self.gates = BlockLinear(deter, 3 * deter, size.blocks)
         self.prior_net = head(deter, units, 2, stoch)
         self.posterior_net = head(deter + embed_dim, units, 1, stoch)
@@ -512,7 +512,7 @@ class WorldModel(nn.Module):
         self.reward = head(self.feature_dim, size.units, 1, NUM_BINS)
         self.cont = head(self.feature_dim, size.units, 1, 1)
         self.apply(init_weights)
-        nn.init.zeros_(self.reward[-1].weight)  # at first it expects nothing
+        nn.init.zeros_(self.reward[-1].weight)  # at first it predicts a reward of 0
 
 
 class LatentActor(nn.Module):
@@ -607,7 +607,7 @@ class Buffer:
 
     def sample(self, num_sequences: int, num_steps: int, generator: torch.Generator) -> list:
         """Sequences that start anywhere, and may span episodes: the columns, [B, T, ...] each."""
-        # all sequences of all environments are numbered; some are drawn, and found again
+        # number all possible starts, one environment after the other; draw some; look up their rows
         device = generator.device
         num_starts = np.maximum(self.size - num_steps + 1, 0)  # [K]
         ends = num_starts.cumsum()  # [K]
@@ -618,7 +618,7 @@ class Buffer:
         start = oldest + draw - (ends - num_starts)[env]  # [B]
         rows = (start[:, None] + np.arange(num_steps)) % self.length  # [B, T]
         batch = {name: column[rows, env[:, None]] for name, column in self.columns.items()}
-        batch["is_first"][:, 0] = 1  # nobody knows the state before it
+        batch["is_first"][:, 0] = 1  # the state before it is not stored
         return [torch.from_numpy(column).to(device) for column in batch.values()]
 
     def state_dict(self) -> dict:
@@ -635,7 +635,7 @@ class Buffer:
 
 # ---- losses
 
-HALF_BINS = torch.expm1(torch.linspace(0, 20, (NUM_BINS + 1) // 2))  # 0, .., 4.9e8
+HALF_BINS = torch.expm1(torch.linspace(0, 20, (NUM_BINS + 1) // 2))  # 0, .., symexp(20) = 4.9e8
 BINS = torch.cat([-HALF_BINS.flip(0)[:-1], HALF_BINS])  # [J], symmetric to the last bit
 
 
@@ -654,7 +654,7 @@ def two_hot_loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     assert logits.shape[:-1] == target.shape and logits.shape[-1] == NUM_BINS
     bins = BINS.to(logits.device)
     target = target.clamp(bins[0], bins[-1])
-    above = torch.bucketize(target, bins).clamp(1, NUM_BINS - 1)  # [..]; a NaN, too
+    above = torch.bucketize(target, bins).clamp(1, NUM_BINS - 1)  # [..]; NaN stays in range
     below = above - 1
     share = (target - bins[below]) / (bins[above] - bins[below])  # of the bin above
     log_probs = torch.log_softmax(logits, dim=-1)
@@ -697,9 +697,9 @@ def kl_losses(log_q: torch.Tensor, log_p: torch.Tensor, free_nats: float) -> tup
 
 
 def td_lambda_returns(reward, cont, bootstrap, gamma, lambdas) -> torch.Tensor:
-    """R = r' + gamma c' ((1 - lambda') b' + lambda' R'), and R = b at the end of the sequence. The
-    prime marks what came with the next state; bootstrap b: v, if imagined; lambda' is 0 where the
-    next state was the last of an episode: R' is of another. [N, H + 1] each -> [N, H]"""
+    """R_t = r_{t+1} + gamma c_{t+1} ((1 - l_{t+1}) b_{t+1} + l_{t+1} R_{t+1}), R_H = b_H, where
+    l: lambdas, b: bootstrap (imagined steps: v). At the last step of an episode l must be 0: the R
+    there belongs to the next episode. [N, H + 1] each -> [N, H]"""
     assert reward.shape == cont.shape == bootstrap.shape == lambdas.shape and reward.dim() == 2
     next_return, returns = bootstrap[:, -1], torch.empty_like(reward[:, 1:])  # [N], [N, H]
     for t in reversed(range(reward.shape[1] - 1)):
@@ -770,11 +770,11 @@ def dream(model: WorldModel, memories: list[Memory], num_observed: int) -> np.nd
     """An episode as the model sees it, twice: decoded from the states of a policy that observes it;
     and from states that are imagined after the first few, given only the actions.
     M times memory, of act() -> [2, M, W, W, P] uint8"""
-    rssm, start = model.rssm, min(num_observed, len(memories)) - 1
+    rssm, last = model.rssm, min(num_observed, len(memories)) - 1  # last: of the observed ones
     observed = [torch.cat([h, z], dim=1) for h, z, _ in memories]  # M times [1, F]
-    imagined = observed[: start + 1]
-    h, z, _ = memories[start]  # [1, D], [1, S C]
-    for _, _, action in memories[start:-1]:
+    imagined = observed[: last + 1]
+    h, z, _ = memories[last]  # [1, D], [1, S C]
+    for _, _, action in memories[last:-1]:
         h = rssm.recur(h, z, action)  # [1, D]
         z = most_likely(rssm.prior(h)).flatten(1)  # [1, S C]
         imagined.append(torch.cat([h, z], dim=1))
@@ -839,7 +839,8 @@ def train(args: Args) -> dict[str, float]:
     envs = [make(args.env_id) for _ in range(args.num_envs)]
     obs_shape, num_actions, _ = common.check_spaces(envs[0], actions="discrete", images=True)
     num_steps, num_last = args.sequence_length, args.imagine_last or args.sequence_length  # T, L
-    tail, eta = slice(-num_last, None), args.policy_entropy_coef  # the last L steps of a sequence
+    tail = slice(-num_last, None)  # the last L steps of a sequence
+    eta = args.policy_entropy_coef
     num_sequences = args.batch_size // num_steps  # B
     schedule = (updates_until(args.total_timesteps, args), args.lr_schedule, args.warmup_updates)
     torch.manual_seed(args.seed)  # for the initial weights
@@ -863,7 +864,7 @@ def train(args: Args) -> dict[str, float]:
     # episodes: environment i plays i, i + K, i + 2K, ..; a resumed run replays those it was in
     num_updates, last_update = run.saved.get("num_updates", 0), run.saved.get("last_update", 0)
     episodes = run.saved.get("episodes", list(range(args.num_envs)))
-    no_actions = np.empty((args.num_envs, 0))
+    no_actions = np.empty((args.num_envs, 0))  # K rows of nothing
     episode_actions = [x.tolist() for x in run.saved.get("episode_actions", no_actions)]
     memory = run.saved.get("memory", model.rssm.initial(args.num_envs))
     memory = Memory(*(x.to(device).clone() for x in memory))
@@ -968,13 +969,13 @@ def train(args: Args) -> dict[str, float]:
             # 5. returns, and how far apart they are: from the 5th to the 95th percentile
             value_logits = critic(imagined)  # [N, H + 1, J]
             value = two_hot_mean(value_logits.detach())  # [N, H + 1]
-            lambdas = torch.full_like(value, args.td_lambda)  # [N, H + 1]; no cuts in a dream
+            lambdas = torch.full_like(value, args.td_lambda)  # [N, H + 1]; the same everywhere
             returns = td_lambda_returns(imagined_reward, cont, value, args.gamma, lambdas)  # [N, H]
             low, high = returns.quantile(0.05), returns.quantile(0.95)
             return_scale.lerp_(high - low, RETURN_SCALE_RATE)
 
-            # 6. critic: on imagined returns; and on replayed rewards, which are real, with the
-            # imagined returns as bootstrap. State 0 of what is imagined is the replayed one
+            # 6. critic: on the imagined states; and on the replayed ones, from which imagination
+            # started (its t = 0): real rewards, bootstrapped with the imagined returns
             critic_loss = dreamer_critic_loss(value_logits[:, :-1], returns, slow_value, weight)
             replay_logits, replay_slow, bootstrap = (
                 x[:, 0].unflatten(0, (-1, num_last)) for x in (value_logits, slow_value, returns)
@@ -993,8 +994,7 @@ def train(args: Args) -> dict[str, float]:
             critic_opt.step()
             update_target(slow_critic, critic, args.tau)
 
-            # 7. actor: REINFORCE, with the critic as baseline. The actor has just drawn these
-            # actions: no ratio and no clip is needed, nor a gradient through the model
+            # 7. actor: REINFORCE with the critic as baseline, on actions that it has just drawn
             advantage = (returns - value[:, :-1]) / return_scale.clamp(min=1)  # [N, H]
             log_probs = actor(imagined[:, :-1])  # [N, H, A]
             actor_loss = dreamer_actor_loss(log_probs, imagined_action, advantage, weight, eta)
@@ -1003,7 +1003,7 @@ def train(args: Args) -> dict[str, float]:
             actor_norm = clip_per_tensor(actor)
             actor_opt.step()
 
-        # 8. log the first updates after the last multiple of log_interval
+        # 8. log, if there was a multiple of log_interval since the update before
         if num_due > 0:
             if common.is_due(step, args.log_interval, step - last_update):
                 scalars = {
@@ -1025,7 +1025,7 @@ def train(args: Args) -> dict[str, float]:
                     "stats/critic_grad_norm": critic_norm.item(),
                     "stats/actor_grad_norm": actor_norm.item(),
                 }
-                lower = "--learning-rate or --actor-critic-learning-rate"
+                lower = "--learning-rate or --actor-critic-learning-rate"  # if a loss is NaN
                 run.log(scalars, updates=num_updates, lower=lower)
             last_update = step
 

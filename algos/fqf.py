@@ -123,7 +123,7 @@ LIMITS = {  # rule: flags; common.LIMITS has those of the shared ones
 
 if __name__ == "__main__" and {"-h", "--help"} & {*sys.argv}:  # without the wait for torch
     with contextlib.redirect_stdout(io.StringIO()) as flags, contextlib.suppress(SystemExit):
-        tyro.cli(Args)  # prints the flags, which are to stand between title and docstring
+        tyro.cli(Args)  # prints the flags; below they go between title and docstring
     sys.stdout.write(f"{__doc__.splitlines()[0]}\n{flags.getvalue()}\n{__doc__}")
     sys.exit()
 
@@ -159,8 +159,8 @@ def count_blocks(args: Args) -> int:
 
 
 class FreshMinAtar(gym.Wrapper):
-    """Forget the last action at a reset: MinAtar repeats it at times, and a resumed run needs
-    episodes of seed and actions alone. Render bytes: MinAtar's floats would make a black film."""
+    """Forget the last action at a reset. MinAtar repeats it at times, so that an episode would not
+    follow from its seed and actions alone. Render bytes: as a video MinAtar's floats are black."""
 
     def reset(self, **kwargs):
         self.unwrapped.game.last_action = 0
@@ -704,7 +704,7 @@ def train(args: Args) -> dict[str, float]:
                     scalars["stats/priority_max"] = buffer.max_priority
                     scalars["stats/priority_beta"] = beta
                     scalars["stats/importance_mean"] = weight.mean().item()
-                rates = "--learning-rate or --fraction-learning-rate"
+                rates = "--learning-rate or --fraction-learning-rate"  # if a loss is NaN
                 run.log(scalars, updates=num_updates, lower=rates)
 
         # 9. evaluate, but not while steps are random and nothing changes; save

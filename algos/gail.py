@@ -8,8 +8,8 @@ actions from the policy's; PPO is rewarded for fooling it, and so learns to stay
 Equations (f(s, a): the discriminator's output, D = sigmoid(f), 1 for the expert):
     discriminator   minimise -log D of the expert's (s, a) - log(1 - D) of the policy's,
                     + gradient_penalty (|df/dx| - 1)^2 at mixtures x of the two, - entropy of D
-    reward          -log(1 - D) = softplus(f) > 0: favours long episodes, or log D < 0: favours
-                    short ones, or f: either; --absorbing removes this bias
+    reward          -log(1 - D) = softplus(f) > 0, which favours long episodes; or log D < 0, which
+                    favours short ones; or f, which may favour either. --absorbing removes this bias
     advantage       A_t = delta_t + gamma lambda (1 - terminated or truncated) A_{t+1}
                     delta_t = r_t + gamma (1 - terminated) V(s_{t+1}) - V(s_t)
     value           minimise (A + V_old(s) - V(s))^2 / 2
@@ -18,11 +18,11 @@ Equations (f(s, a): the discriminator's output, D = sigmoid(f), 1 for the expert
 
 Differences from the paper:
     - PPO in place of TRPO. D learns from mini-batches. The paper's D is 1 for the policy.
-    - Added: the gradient penalty of WGAN-GP (arXiv:1704.00028); D's entropy is the authors'.
+    - Added: the gradient penalty of WGAN-GP (arXiv:1704.00028); D's entropy (in the authors' code).
     - One running normaliser of observations, for policy, V and D alike.
     - Rewards are multiplied by 1 - gamma: V is then as large as a reward, whatever gamma is.
-    - --absorbing is from Kostrikov et al. 2018 (arXiv:1809.02925). D sees 1 / (1 - gamma) absorbing
-      states per end here, one there. The reward f is that of AIRL (arXiv:1710.11248).
+    - --absorbing is from Kostrikov et al. 2018 (arXiv:1809.02925). Per end D sees 1 / (1 - gamma)
+      absorbing states here, one in that paper. The reward f is that of AIRL (arXiv:1710.11248).
     - The learning rates fall to 0 at total_timesteps. So a run that is resumed with a larger budget
       is not the run that had it from the start; with --lr-schedule constant it is.
 
@@ -90,7 +90,7 @@ class Args:
     expert_subsampling: int = 1  # keep every N-th step of the expert's episodes
     num_envs: int = 8  # K, environments that are stepped side by side
     num_steps: int = 128  # T, steps of each in a rollout
-    reward_type: Literal["softplus", "logsigmoid", "logit"] = "softplus"  # > 0 | log D < 0 | f
+    reward_type: Literal["softplus", "logsigmoid", "logit"] = "softplus"  # -log(1-D) | log D | f
     absorbing: bool = False  # also reward the time after an end: no bias to long or short episodes
     learn_discriminator: bool = True  # False: D stays at 1/2, as a control experiment
     discriminator_learning_rate: float = 1e-3  # of the discriminator (Adam)
@@ -114,7 +114,7 @@ LIMITS = {  # rule: flags; common.LIMITS has those of the shared ones
 
 if __name__ == "__main__" and {"-h", "--help"} & {*sys.argv}:  # without the wait for torch
     with contextlib.redirect_stdout(io.StringIO()) as flags, contextlib.suppress(SystemExit):
-        tyro.cli(Args)  # prints the flags, which are to stand between title and docstring
+        tyro.cli(Args)  # prints the flags; below they go between title and docstring
     sys.stdout.write(f"{__doc__.splitlines()[0]}\n{flags.getvalue()}\n{__doc__}")
     sys.exit()
 
@@ -146,7 +146,7 @@ def check_args(args: Args) -> None:
 def tanh_mlp(input_dim: int, hidden_dim: int, output_dim: int, output_gain: float) -> nn.Sequential:
     first, second = nn.Linear(input_dim, hidden_dim), nn.Linear(hidden_dim, hidden_dim)
     output = nn.Linear(hidden_dim, output_dim)
-    # as usual with PPO: orthogonal, and with a small output_gain a policy without a preference
+    # orthogonal, as usual with PPO; with a small output_gain all outputs start close to 0
     for layer, gain in ((first, math.sqrt(2)), (second, math.sqrt(2)), (output, output_gain)):
         nn.init.orthogonal_(layer.weight, gain)
         nn.init.zeros_(layer.bias)
@@ -262,7 +262,7 @@ class Normalizer(nn.Module):
         self.register_buffer("std", obs.std(dim=0, correction=0))  # [O]
 
     def forward(self, obs: torch.Tensor) -> torch.Tensor:
-        # where the expert hardly ever went, the policy's first states are many std away
+        # 1e-3: std may be 0. clamp: the policy's first states may be many of the expert's std away
         return ((obs - self.mean) / (self.std + 1e-3)).clamp(-10, 10)
 
     def update(self, obs: torch.Tensor) -> None:
@@ -333,8 +333,8 @@ class Buffer:
 
 
 def absorbing_share(end_rate: float | torch.Tensor, gamma: float) -> float | torch.Tensor:
-    """The share of absorbing states, if every end is followed by 1 + gamma + gamma^2 + ... =
-    1 / (1 - gamma) of them, discounted from the first one on. end_rate: terminations per step."""
+    """The share of absorbing states: x / (1 + x), where x = end_rate / (1 - gamma), as an end adds
+    1 + gamma + gamma^2 + ... = 1 / (1 - gamma) of them. end_rate: terminations per step."""
     return end_rate / (end_rate + 1 - gamma)
 
 
@@ -382,7 +382,7 @@ def slope_penalty(slope: torch.Tensor) -> torch.Tensor:
     return ((slope.norm(dim=1) - 1) ** 2).mean()
 
 
-# a new form: here, and in Args.reward_type. Beside it: what it teaches where episodes can end
+# name: (reward of f, its bias where episodes can end). Add a form here and to Args.reward_type
 REWARDS = {
     "softplus": (nn.functional.softplus, "softplus(f) > 0 pays for every step, whatever D says"),
     "logsigmoid": (nn.functional.logsigmoid, "log D < 0 charges for every step, whatever D says"),
@@ -499,8 +499,8 @@ def train(args: Args) -> dict[str, float]:
     normalizer = Normalizer(expert_obs)
     ppo_parameters = list(actor.parameters()) + list(value.parameters())
     opt = torch.optim.Adam(ppo_parameters, args.learning_rate, eps=1e-5, fused=True)
-    rate = args.discriminator_learning_rate
-    discriminator_opt = torch.optim.Adam(discriminator.parameters(), rate, fused=True)
+    discriminator_lr = args.discriminator_learning_rate
+    discriminator_opt = torch.optim.Adam(discriminator.parameters(), discriminator_lr, fused=True)
 
     # episodes: environment i plays i, i + K, .. A resumed run replays those that were not finished
     num_updates = run.saved.get("num_updates", 0)
@@ -557,10 +557,10 @@ def train(args: Args) -> dict[str, float]:
             # from here on, these are of the whole rollout: [T, K, O] or [T, K, A], ends [T, K]
             raw_obs, action, raw_next_obs, terminated, truncated = rollout.tensors(device)
             rollout.size = 0
-            update = num_updates + 1  # the first of this rollout: as usual, PPO keeps its rate
+            update = num_updates + 1  # the first on this rollout: its rates hold for all of them
             factor = common.lr_factor(update, total_updates, args.lr_schedule, args.warmup_updates)
             opt.param_groups[0]["lr"] = args.learning_rate * factor
-            discriminator_opt.param_groups[0]["lr"] = rate * factor
+            discriminator_opt.param_groups[0]["lr"] = discriminator_lr * factor
 
             # 2. discriminator: tell the expert's steps from those of this rollout
             policy_obs, policy_action = raw_obs.flatten(0, 1), action.flatten(0, 1)  # [T K, ..]
@@ -610,7 +610,7 @@ def train(args: Args) -> dict[str, float]:
                 )  # [T, K]
                 returns = advantage + v  # [T, K]
                 unexplained = advantage.var(correction=0) / (returns.var(correction=0) + 1e-20)
-                # over the rollout: the mean of a mini-batch could flip a sign
+                # not per mini-batch: subtracting its mean could flip the sign of an advantage
                 advantage = (advantage - advantage.mean()) / (advantage.std(correction=0) + 1e-8)
                 old_log_prob = actor(obs).log_prob(action)  # [T, K]
 
@@ -632,7 +632,7 @@ def train(args: Args) -> dict[str, float]:
                     nn.utils.clip_grad_norm_(ppo_parameters, args.max_grad_norm)
                     opt.step()
 
-            # 6. observations: only now, since old_log_prob is of the old statistics
+            # 6. normaliser: only now, since old_log_prob was computed with its old mean and std
             normalizer.update(policy_obs)
             policy_is_new = True
 
@@ -660,14 +660,14 @@ def train(args: Args) -> dict[str, float]:
                 }
                 if args.absorbing:
                     scalars["stats/end_reward"] = end_reward.item()
-                rates = "--learning-rate or --discriminator-learning-rate"
+                rates = "--learning-rate or --discriminator-learning-rate"  # if a loss is NaN
                 run.log(scalars, updates=num_updates, lower=rates)
 
         # 8. evaluate, but a policy only once; save
-        is_due = common.is_due(step, args.eval_interval, args.num_envs)
-        if (is_due and policy_is_new) or step == total:
+        is_eval_due = common.is_due(step, args.eval_interval, args.num_envs)
+        if (is_eval_due and policy_is_new) or step == total:
             run.evaluate(policy, acting)
-        policy_is_new = policy_is_new and not is_due
+        policy_is_new = policy_is_new and not is_eval_due
         if common.is_due(step, args.checkpoint_interval, args.num_envs) or run.is_last:
             place = {"num_updates": num_updates, "policy_is_new": policy_is_new}
             actions = [torch.tensor(np.array(x)) for x in episode_actions]

@@ -103,7 +103,7 @@ LIMITS = {"in [0, inf)": "beta", "in [0, 1]": "norm_rate", "in (0, 1e38)": "norm
 
 if __name__ == "__main__" and {"-h", "--help"} & {*sys.argv}:  # without the wait for torch
     with contextlib.redirect_stdout(io.StringIO()) as flags, contextlib.suppress(SystemExit):
-        tyro.cli(Args)  # prints the flags, which are to stand between title and docstring
+        tyro.cli(Args)  # prints the flags; below they go between title and docstring
     sys.stdout.write(f"{__doc__.splitlines()[0]}\n{flags.getvalue()}\n{__doc__}")
     sys.exit()
 
@@ -345,7 +345,7 @@ def load_policy(path: str, **overrides) -> common.Policy:
 def train(args: Args) -> dict[str, float]:
     # setup
     run = common.Run(ALGO, args, LIMITS)
-    args, device = run.args, run.device  # args: with what device=auto has become
+    args, device = run.args, run.device  # args: device=auto is now cpu, cuda or mps
     env = common.make_env(args.env_id)
     (obs_dim,), action_dim, discrete = common.check_spaces(env)
     torch.manual_seed(args.seed)  # for the initial weights
@@ -437,7 +437,7 @@ def train(args: Args) -> dict[str, float]:
                 "stats/log_prob": log_prob.mean().item(),
                 **pi.statistics(),
             }
-            run.log(scalars, updates=step, lower="--learning-rate or --max-weight")
+            run.log(scalars, updates=step, lower="--learning-rate or --max-weight")  # if NaN
         if step % args.eval_interval == 0 or step == total:
             run.evaluate(policy, acting)
         if step % args.checkpoint_interval == 0 or run.is_last:  # budget, early stop, or Ctrl-C
