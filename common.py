@@ -113,10 +113,8 @@ class Checked(gym.Wrapper):
 
     def check(self, obs: Any) -> None:
         shape = self.observation_space.shape
-        if shape and np.shape(obs) != shape:
-            raise ValueError(f"an observation has shape {np.shape(obs)}, its space has {shape}")
-        if shape and not np.isfinite(obs).all():
-            raise ValueError(f"an observation is not finite: {obs}")
+        if shape and not (np.shape(obs) == shape and np.isfinite(obs).all()):
+            raise ValueError(f"an observation must be finite, of shape {shape}, not {obs}")
 
     def told(self, where: str) -> contextlib.AbstractContextManager:
         return told_in_one_line(f"the environment {self.spec.id} fails in {where}", with_place=True)
@@ -281,7 +279,7 @@ def load_dataset(
             fields = read_npz(spec)
         else:
             raise InputError("expected auto, random, random:N with N > 0, PATH.npz or minari:ID")
-        fields, num_found = validate(fields, env)
+        fields, num_found = find_cuts(validate(fields, env))
 
     done = fields["terminated"] | fields["truncated"]
     first_row = np.flatnonzero(np.append(True, done[:-1]))  # of each episode
@@ -331,7 +329,7 @@ def read_npz(path: str) -> dict[str, np.ndarray]:
     """The fields of a file. No pickle is ever loaded: a dataset must not be able to run code."""
     with open(path, "rb") as file:
         start = file.read(20)
-    # but a web page, half of a download; a device would be read without an end
+    # a web page, half of a download; is_zipfile would read a device for ever
     if not (os.path.isfile(path) and zipfile.is_zipfile(path)):
         what = f"not a complete npz file (it starts with {start})"
         raise InputError(f"{what}; make or download it again")
@@ -354,18 +352,15 @@ def read_minari(dataset_id: str) -> dict[str, np.ndarray]:
         import minari  # an optional package, and slow to import
     except ImportError:
         raise InputError("this needs a package: pip install 'minari[hdf5,hf]'") from None
-    episodes = list(minari.load_dataset(dataset_id, download=True).iterate_episodes())
-    arrays = [array for episode in episodes for array in (episode.observations, episode.actions)]
-    if not arrays or not all(isinstance(array, np.ndarray) for array in arrays):
-        raise InputError("observations and actions must be plain arrays")
-    return {  # an episode of T steps has T + 1 observations: the last one is a true successor, too
-        "obs": np.concatenate([episode.observations[:-1] for episode in episodes]),
-        "action": np.concatenate([episode.actions for episode in episodes]),
-        "reward": np.concatenate([episode.rewards for episode in episodes]),
-        "next_obs": np.concatenate([episode.observations[1:] for episode in episodes]),
-        "terminated": np.concatenate([episode.terminations for episode in episodes]),
-        "truncated": np.concatenate([cut_at_end(episode.truncations) for episode in episodes]),
-    }
+    parts = []
+    for episode in minari.load_dataset(dataset_id, download=True).iterate_episodes():
+        obs, action = episode.observations, episode.actions
+        if not (isinstance(obs, np.ndarray) and isinstance(action, np.ndarray)):
+            raise InputError("observations and actions must be plain arrays")
+        # T steps have T + 1 observations: the last one is a true successor, too
+        ends = (episode.terminations, cut_at_end(episode.truncations))
+        parts.append((obs[:-1], action, episode.rewards, obs[1:], *ends))
+    return {name: np.concatenate(column) for name, column in zip(NAMES, zip(*parts))}
 
 
 def cut_at_end(truncated: np.ndarray) -> np.ndarray:
@@ -373,9 +368,8 @@ def cut_at_end(truncated: np.ndarray) -> np.ndarray:
     return np.append(truncated[:-1], True)
 
 
-def validate(fields: dict[str, np.ndarray], env: gym.Env) -> tuple[dict[str, np.ndarray], int]:
-    """One clear line for whatever is wrong; else the fields in our own layout, shapes and types.
-    And how many episodes were cut without a flag."""
+def validate(fields: dict[str, np.ndarray], env: gym.Env) -> dict[str, np.ndarray]:
+    """One clear line for whatever is wrong; else the fields in our own shapes and types."""
     obs_shape, action_space = env.observation_space.shape, env.action_space
     row_shapes = {"obs": obs_shape, "next_obs": obs_shape, "action": action_space.shape}
     num_rows = len(fields["action"])
@@ -389,9 +383,7 @@ def validate(fields: dict[str, np.ndarray], env: gym.Env) -> tuple[dict[str, np.
             raise InputError(f"{label} has {len(field)} rows, actions has {num_rows}")
         # [N, 1] where [N] is meant, or the reverse, is common and harmless
         if shape != expected and {shape, expected} != {(), (1,)}:
-            raise InputError(
-                f"a row of {label} has shape {shape}, the environment's has {expected}"
-            )
+            raise InputError(f"a row of {label} has shape {shape}, the environment's {expected}")
         with np.errstate(over="ignore"):  # what is too large for float32 becomes infinite
             fields[name] = np.ascontiguousarray(field.reshape(-1, *expected), np.float32)
         finite = np.isfinite(fields[name]).all(axis=tuple(range(1, 1 + len(expected))))
@@ -405,25 +397,29 @@ def validate(fields: dict[str, np.ndarray], env: gym.Env) -> tuple[dict[str, np.
         low, high = action_space.low, action_space.high
     slack = 1e-4 * (high - low)  # float32 rounding of someone else's scaling
     inside = (action >= low - slack) & (action <= high + slack)
-    inside = inside & (action == np.round(action)) if is_discrete else inside.all(axis=1)
+    if is_discrete:
+        inside &= action == np.round(action)
+    inside = inside.reshape(num_rows, -1).all(axis=1)
     if not inside.all():
         row = inside.argmin()
         where = f"action {action[row]} in row {row} is not in {low} to {high} of {env.spec.id}"
         raise InputError(one_line(f"{where} (actions are in the environment's own units)"))
-    fields["action"] = action.clip(low, high).astype(int if is_discrete else np.float32)
+    action = action.clip(low, high).astype(int if is_discrete else np.float32)
+    return fields | {"action": action, "terminated": fields["terminated"].astype(bool)}
 
-    # episodes: terminated wins if both flags are set; the end of the file is a cut, too, and so is
-    # a row that does not start where the last one led
-    terminated, cuts_known = fields["terminated"].astype(bool), "truncated" in fields
-    truncated = fields.get("truncated", np.zeros(num_rows)).astype(bool)
+
+def find_cuts(fields: dict[str, np.ndarray]) -> tuple[dict[str, np.ndarray], int]:
+    """Terminated wins if both flags are set. The end of the file is a cut, too, and so is a row
+    that does not lead to where the next one starts: these have no flag, and are counted."""
+    terminated, cuts_known = fields["terminated"], "truncated" in fields
+    truncated = fields.get("truncated", np.zeros(len(terminated))).astype(bool)
     num_found = 0
     if "next_obs" in fields:
         is_close = np.isclose(fields["obs"][1:], fields["next_obs"][:-1], rtol=1e-4, atol=1e-5)
         found = ~(is_close.all(axis=1) | terminated[:-1] | truncated[:-1])
         truncated[:-1] |= found
         num_found = found.sum()
-    truncated = cut_at_end(truncated) & ~terminated
-    fields |= {"terminated": terminated, "truncated": truncated}
+    fields = fields | {"truncated": cut_at_end(truncated) & ~terminated}
     if "next_obs" not in fields:
         fields = add_next_obs(fields, cuts_known)
     return {name: fields[name] for name in NAMES}, num_found
@@ -440,9 +436,9 @@ def add_next_obs(fields: dict[str, np.ndarray], cuts_known: bool) -> dict[str, n
     num_rows = len(terminated)
     last_row = np.flatnonzero(terminated | truncated)  # of each episode
     if len(obs) == num_rows + len(last_row):
-        keep = np.ones(len(obs), dtype=bool)
-        keep[last_row + 1 + np.arange(len(last_row))] = False  # the final observations
-        return fields | {"obs": obs[keep], "next_obs": obs[np.flatnonzero(keep) + 1]}
+        row = np.arange(num_rows)
+        row += np.searchsorted(last_row, row)  # one final observation for each episode before
+        return fields | {"obs": obs[row], "next_obs": obs[row + 1]}
     if not cuts_known:
         missing = "it has neither next_observations nor truncations"
         raise InputError(f"{missing}: nobody can tell where an episode was cut, or what came after")
@@ -635,8 +631,8 @@ def main(
                 trust = f"if you trust it, give --env-id {saved['env_id']} again"
                 raise InputError(f"{path} names a module of its own, to be imported: {trust}")
             # what writes files is taken from the command line alone
-            typed = {name: getattr(args, name) for name in NEVER_SAVED.split() if name in saved}
-            args = tyro.cli(args_type, args=words, default=args_type(**saved | typed))
+            saved = {name: x for name, x in saved.items() if name not in NEVER_SAVED.split()}
+            args = tyro.cli(args_type, args=words, default=args_type(**saved))
         evaluation = evaluate or partial(evaluate_checkpoint, algo, load_policy)
         evaluation(args) if args.evaluate else train(args)
     except (InputError, OSError) as error:
@@ -691,8 +687,6 @@ def check_flags(args: Any, limits: dict[str, str]) -> None:
         value = getattr(args, name, None)
         if value and not args.evaluate:
             raise InputError(f"{name} must be used with --evaluate, got {value}")
-    if args.resume and args.evaluate:
-        raise InputError(f"resume must be used without --evaluate, got {args.resume}")
 
 
 def check_unchanged(args: Any, saved: dict, may_change: str, mode: str) -> None:
@@ -764,15 +758,15 @@ def load_checkpoint(path: str, algo: str, args_type: type) -> dict:
         raise InputError(f"there is no checkpoint {path}: {advice}")
     with told_in_one_line(f"cannot use {path} with {algo}.py"):
         with zipfile.ZipFile(path) as file:
-            damaged = file.testzip()  # its checksums, which torch does not compare
+            damaged = file.testzip()  # compares checksums, which torch ignores
+        assert damaged is None, f"{damaged} is damaged"
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        saved_algo, saved_flags = checkpoint["algo"], checkpoint["args"].keys()
-        assert damaged is None and isinstance(checkpoint["step"], int), f"{damaged} is damaged"
-    if saved_algo != algo:
-        raise InputError(f"{path} is a checkpoint of {saved_algo}, not of {algo}")
-    if saved_flags != {field.name for field in fields(args_type)}:
-        raise InputError(f"{path} was made by another version of {algo}.py: its flags differ")
-    check_types(args_type(**checkpoint["args"]))
+        if checkpoint["algo"] != algo:
+            raise InputError(f"it is a checkpoint of {checkpoint['algo']}")
+        if checkpoint["args"].keys() != {field.name for field in fields(args_type)}:
+            raise InputError("another version made it: its flags differ")
+        assert isinstance(checkpoint["step"], int), "where the run was is not in it"
+        check_types(args_type(**checkpoint["args"]))
     return checkpoint
 
 

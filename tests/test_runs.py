@@ -169,7 +169,7 @@ def test_checkpoint_of_another_algorithm(algo, finished, run):
     args, path = finished
     torch.save(load(args.run_dir) | {"algo": "sarsa"}, path)
     for err in both_ways(run, args, path):
-        assert err == f"{path} is a checkpoint of sarsa, not of {algo.ALGO}\n"
+        assert err == f"cannot use {path} with {algo.ALGO}.py: it is a checkpoint of sarsa\n"
 
 
 @on_two_files
@@ -190,7 +190,8 @@ def test_checkpoint_of_another_version(algo, finished, run):
     checkpoint["args"]["no_such_flag"] = 1
     torch.save(checkpoint, path)
     for err in both_ways(run, args, path):
-        assert err == f"{path} was made by another version of {algo.ALGO}.py: its flags differ\n"
+        why = "another version made it: its flags differ"
+        assert err == f"cannot use {path} with {algo.ALGO}.py: {why}\n"
 
 
 @on_two_files
