@@ -331,8 +331,7 @@ def read_npz(path: str) -> dict[str, np.ndarray]:
         start = file.read(20)
     # a web page, half of a download; is_zipfile would read a device for ever
     if not (os.path.isfile(path) and zipfile.is_zipfile(path)):
-        what = f"not a complete npz file (it starts with {start})"
-        raise InputError(f"{what}; make or download it again")
+        raise InputError(f"not a complete npz file, get it again (it starts with {start})")
     with np.load(path, allow_pickle=False) as file:  # an array of objects is a ValueError
         found = file.files
         fields = {
@@ -348,10 +347,8 @@ def read_npz(path: str) -> dict[str, np.ndarray]:
 
 
 def read_minari(dataset_id: str) -> dict[str, np.ndarray]:
-    try:
-        import minari  # an optional package, and slow to import
-    except ImportError:
-        raise InputError("this needs a package: pip install 'minari[hdf5,hf]'") from None
+    with told_in_one_line("this needs a package, pip install 'minari[hdf5,hf]'"):
+        import minari  # slow to import
     parts = []
     for episode in minari.load_dataset(dataset_id, download=True).iterate_episodes():
         obs, action = episode.observations, episode.actions
@@ -440,8 +437,7 @@ def add_next_obs(fields: dict[str, np.ndarray], cuts_known: bool) -> dict[str, n
         row += np.searchsorted(last_row, row)  # one final observation for each episode before
         return fields | {"obs": obs[row], "next_obs": obs[row + 1]}
     if not cuts_known:
-        missing = "it has neither next_observations nor truncations"
-        raise InputError(f"{missing}: nobody can tell where an episode was cut, or what came after")
+        raise InputError("it has neither next_observations nor truncations: no one knows its cuts")
     if len(obs) != num_rows:
         expected = f"{num_rows}, or {num_rows + len(last_row)} with the last one of each episode"
         raise InputError(f"observations has {len(obs)} rows; expected {expected}")
@@ -549,8 +545,10 @@ def capture_video(
         env = make_env(env_id, render_mode="rgb_array")
         return gym.wrappers.RecordVideo(env, folder, name_prefix=f"seed-{seed}")
 
-    with told_in_one_line(f"cannot film {env_id}"):
+    try:
         evaluate(policy, env_id, 1, seed, make_env=make_filmed)
+    except gym.error.DependencyNotInstalled as error:
+        raise InputError(f"cannot film {env_id}: {one_line(error)}") from None
     return os.path.join(folder, f"seed-{seed}-episode-0.mp4")
 
 
@@ -700,10 +698,8 @@ def pick_device(device: str) -> torch.device:
     if device == "auto":
         gpus = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
         device = next((name for name, is_here in gpus.items() if is_here), "cpu")
-    try:
+    with told_in_one_line(f"device {device} is not available here; try --device cpu"):
         return torch.empty(0, device=device).device
-    except (RuntimeError, AssertionError):
-        raise InputError(f"device {device} is not available here; try --device cpu") from None
 
 
 def keep_freed_memory() -> None:
@@ -821,8 +817,7 @@ class Run:
             if "log_position" not in self.saved:
                 raise InputError(f"{path} is a best.pt: it acts, but it cannot be resumed")
         elif os.path.exists(path):
-            another = "--resume it, or give another --run-dir"
-            raise InputError(f"{self.folder} holds a run already: {another}")
+            raise InputError(f"{self.folder} holds a run: --resume it, or give another --run-dir")
 
     def check_replay(self, obs: np.ndarray) -> None:
         """A resumed run is to be where it was, after the actions that start_episode played."""
@@ -893,11 +888,9 @@ class Run:
     def start_wandb(self) -> Any:
         """Weights & Biases gets what TensorBoard gets, so it has to be there first. Its own files
         lie beside the folder of the run: inside, every scalar would be read twice."""
-        try:
-            import wandb  # an optional package
-        except ImportError:
-            raise InputError("--track needs a package: pip install wandb") from None
-        with told_in_one_line("cannot track the run"):  # not logged in, no network
+        with told_in_one_line("--track needs a package and a login (pip install wandb)"):
+            import wandb
+
             parent, name = os.path.split(os.path.abspath(self.folder))
             config = asdict(self.args)
             return wandb.init(name=name, config=config, dir=parent, sync_tensorboard=True)
@@ -1046,8 +1039,7 @@ def evaluate_checkpoint(
         f" min {returns.min():.1f} max {returns.max():.1f} over {len(returns)} episodes"
     )
     if args.record:
-        first = f"{RECORD_SEEDS + seed:,}"
-        report += f"\nrecorded in {args.record}: these episodes, from seed {first} on"
+        report += f"\nrecorded in {args.record}, from seed {RECORD_SEEDS + seed:,} on"
     if args.capture_video:
         folder = os.path.join(os.path.dirname(path), "videos")
         report += f"\nfilmed in {capture_video(policy, args.env_id, seed, folder, make_env)}"

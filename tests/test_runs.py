@@ -123,7 +123,9 @@ def test_broken_dataset_reaches_the_user_as_one_line(algo, tiny, tmp_path, run):
     path.write_text("<!DOCTYPE html><html></html>")
     code, _, err = run(*as_flags(replace(tiny, dataset=str(path))))
     assert code == 2
-    assert err.startswith(f"dataset {path}: not a complete npz file (it starts with b'<!DOCTYPE")
+    assert err.startswith(
+        f"dataset {path}: not a complete npz file, get it again (it starts with b'<!"
+    )
     assert not Path(tiny.run_dir).exists()
 
 
@@ -492,7 +494,7 @@ def test_resume_refuses_other_flags_and_other_data(algo, tiny, probe_data, tmp_p
         algo.train(replace(more, env_id=REAL_ENV.get(algo.ALGO, "Pendulum-v1")))
     with pytest.raises(common.InputError, match=r"is at (update|step) 20 already"):
         algo.train(replace(more, **budget(algo, 20)))
-    with pytest.raises(common.InputError, match="holds a run already"):
+    with pytest.raises(common.InputError, match="holds a run: --resume it"):
         algo.train(tiny)
     rows = dict(np.load(path))
     rows["rewards"][3] += 1
