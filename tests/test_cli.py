@@ -467,7 +467,7 @@ NAIVE = ["--data-in-buffer", "--offline-batch-ratio", "0"]
 IMAGE_WRONG_FLAGS = [(["--env-id", "Image-v0"], "Image-v0: observations must be vectors")]
 DATA_WRONG_FLAGS = [
     (["--dataset", "nowhere.npz"], "dataset nowhere.npz: FileNotFoundError: "),
-    (["--dataset", "nonsense"], "dataset nonsense: expected auto, random, random:N,"),
+    (["--dataset", "nonsense"], "dataset nonsense: expected auto, random, random:N with"),
     (["--dataset", "random:0"], "dataset random:0: expected auto, random, random:N"),
 ]
 REWARD_WRONG_FLAGS = [
