@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import datetime
-from functools import cache, partial
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, get_args, get_origin
@@ -79,26 +79,13 @@ def told_in_one_line(what: str, with_place: bool = False) -> Iterator[None]:
     """Other people's code and files fail in many ways. The user reads one line."""
     try:
         yield
-    except InputError:
-        raise
+    except InputError as error:
+        raise InputError(f"{what}: {error}") from error
     except Exception as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
         where = f" ({place.filename}:{place.lineno})" if with_place else ""
         reason = f"{type(error).__name__}: {one_line(error)[:300]}"
         raise InputError(f"{what}: {reason}{where}") from error
-
-
-@contextlib.contextmanager
-def told_of_checkpoint(path: str, algo: str) -> Iterator[None]:
-    """A sound file may still hold other networks: of another version, or of the user's own."""
-    with told_in_one_line(f"{path} is not a complete checkpoint of ours"):
-        try:
-            yield
-        except RuntimeError as error:
-            if "loading state_dict" not in str(error):  # torch says so of networks alone
-                raise
-            reason = one_line(error)[:300]
-            raise InputError(f"{path} does not fit the networks of {algo}.py: {reason}") from error
 
 
 # ---- environments
@@ -126,10 +113,8 @@ class Checked(gym.Wrapper):
 
     def check(self, obs: Any) -> None:
         shape = self.observation_space.shape
-        if shape and np.shape(obs) != shape:
-            raise ValueError(f"an observation has shape {np.shape(obs)}, its space has {shape}")
-        if shape and not np.isfinite(obs).all():
-            raise ValueError(f"an observation is not finite: {obs}")
+        if shape and not (np.shape(obs) == shape and np.isfinite(obs).all()):
+            raise ValueError(f"an observation must be finite, of shape {shape}, not {obs}")
 
     def told(self, where: str) -> contextlib.AbstractContextManager:
         return told_in_one_line(f"the environment {self.spec.id} fails in {where}", with_place=True)
@@ -157,14 +142,16 @@ def check_spaces(
         raise InputError(f"{env_id}: observations must be {kinds}, not {obs_space}; {advice}")
     if "discrete" in actions and isinstance(action_space, gym.spaces.Discrete):
         return shape, int(action_space.n), True
-    is_vector = isinstance(action_space, gym.spaces.Box) and len(action_space.shape) == 1
-    if "vectors" not in actions or not is_vector:
-        advice = "a gymnasium.ActionWrapper can translate them"
+    is_usable = (
+        isinstance(action_space, gym.spaces.Box)
+        and len(action_space.shape) == 1
+        and action_space.dtype.kind == "f"  # rounded, a policy would hardly ever reach the bounds
+        and action_space.is_bounded()
+        and (action_space.low < action_space.high).all()
+    )
+    if "vectors" not in actions or not is_usable:
+        advice = "a gymnasium.ActionWrapper can translate them (vectors: floats in finite bounds)"
         raise InputError(f"{env_id}: actions must be {actions}, not {action_space}; {advice}")
-    if action_space.dtype.kind != "f":  # rounded, a policy would hardly ever reach the bounds
-        raise InputError(f"{env_id}: actions must be floats, or Discrete, not {action_space}")
-    if not action_space.is_bounded() or not (action_space.low < action_space.high).all():
-        raise InputError(f"{env_id}: actions must have finite bounds, not {action_space}")
     return shape, action_space.shape[0], False
 
 
@@ -235,7 +222,7 @@ def unnormalize_action(action: np.ndarray, space: gym.Space) -> np.ndarray:
 class Dataset:
     """Transitions in the order in which they happened, as CPU tensors."""
 
-    obs: torch.Tensor  # [N, O] float32 (images stay uint8)
+    obs: torch.Tensor  # [N, O] float32
     action: torch.Tensor  # [N, A] float32, in [-1, 1], or one-hot for a discrete space
     reward: torch.Tensor  # [N] float32, after scaling and shifting
     next_obs: torch.Tensor  # [N, O]: the true successor, also where an episode was truncated
@@ -283,21 +270,17 @@ def load_dataset(
     if spec == "random":
         spec = f"random:{RANDOM_STEPS}"
     kind, _, name = spec.partition(":")
-    if kind == "random" and (not name.isdecimal() or int(name) == 0):
-        raise InputError(f"dataset {spec}: write random:N with N a number of steps above 0")
-    if kind == "random":
-        fields = random_steps(env, int(name), seed)
-    elif kind == "minari":
-        fields = read_minari(name)
-    elif spec.endswith(".npz"):
-        fields = read_npz(spec)
-    else:
-        raise InputError(f"dataset {spec}: expected auto, random, random:N, PATH.npz or minari:ID")
+    with told_in_one_line(f"dataset {spec}"):
+        if kind == "random" and name.isdecimal() and int(name) > 0:
+            fields = random_steps(env, int(name), seed)
+        elif kind == "minari":
+            fields = read_minari(name)
+        elif spec.endswith(".npz"):
+            fields = read_npz(spec)
+        else:
+            raise InputError("expected auto, random, random:N with N > 0, PATH.npz or minari:ID")
+        fields, num_found = find_cuts(validate(fields, env))
 
-    try:
-        fields, num_found = validate(fields, env)
-    except InputError as error:
-        raise InputError(f"dataset {spec}: {error}") from None
     done = fields["terminated"] | fields["truncated"]
     first_row = np.flatnonzero(np.append(True, done[:-1]))  # of each episode
     source = spec
@@ -344,50 +327,37 @@ def random_steps(env: gym.Env, num_steps: int, seed: int) -> dict[str, np.ndarra
 
 def read_npz(path: str) -> dict[str, np.ndarray]:
     """The fields of a file. No pickle is ever loaded: a dataset must not be able to run code."""
-    if os.path.exists(path) and not os.path.isfile(path):
-        raise InputError(f"dataset {path} is not a file")
-    with told_in_one_line(f"dataset {path} cannot be read"):
-        with open(path, "rb") as file:
-            head = file.read(256).lstrip()
-        if not zipfile.is_zipfile(path):
-            kind = "a web page" if head.startswith(b"<") else "not a complete npz file"
-            kind = kind if head else "an empty file"
-            raise InputError(f"dataset {path} is {kind}; make or download it again")
-        with np.load(path, allow_pickle=False) as file:  # an array of objects is a ValueError
-            found = file.files
-            fields = {
-                name: file[next(x for x in spellings if x in found)]  # ours comes first
-                for name, spellings in NAMES.items()
-                if {*spellings} & {*found}
-            }
+    with open(path, "rb") as file:
+        start = file.read(20)
+    # a web page, half of a download; is_zipfile would read a device for ever
+    if not (os.path.isfile(path) and zipfile.is_zipfile(path)):
+        raise InputError(f"not a complete npz file, get it again (it starts with {start})")
+    with np.load(path, allow_pickle=False) as file:  # an array of objects is a ValueError
+        found = file.files
+        fields = {
+            name: np.atleast_1d(file[spelling])
+            for name, spellings in NAMES.items()
+            for spelling in reversed(spellings)  # ours wins
+            if spelling in found
+        }
     for name in ("obs", "action", "reward", "terminated"):
         if name not in fields:
-            missing = f"has no array '{NAMES[name][0]}'"
-            raise InputError(f"dataset {path} {missing} (it has: {', '.join(found)})")
-    for name, field in fields.items():
-        if np.ndim(field) == 0:  # a single number, or a member of the zip that is no array
-            raise InputError(f"dataset {path}: {NAMES[name][0]} is not an array of rows")
+            raise InputError(f"no array '{NAMES[name][0]}' (there are: {', '.join(found)})")
     return fields
 
 
 def read_minari(dataset_id: str) -> dict[str, np.ndarray]:
-    try:
-        import minari  # an optional package, and slow to import
-    except ImportError:
-        raise InputError("minari datasets need a package: pip install 'minari[hdf5,hf]'") from None
-    with told_in_one_line(f"cannot load minari:{dataset_id}"):
-        episodes = list(minari.load_dataset(dataset_id, download=True).iterate_episodes())
-    arrays = [array for episode in episodes for array in (episode.observations, episode.actions)]
-    if not arrays or not all(isinstance(array, np.ndarray) for array in arrays):
-        raise InputError(f"minari:{dataset_id}: observations and actions must be plain arrays")
-    return {  # an episode of T steps has T + 1 observations: the last one is a true successor, too
-        "obs": np.concatenate([episode.observations[:-1] for episode in episodes]),
-        "action": np.concatenate([episode.actions for episode in episodes]),
-        "reward": np.concatenate([episode.rewards for episode in episodes]),
-        "next_obs": np.concatenate([episode.observations[1:] for episode in episodes]),
-        "terminated": np.concatenate([episode.terminations for episode in episodes]),
-        "truncated": np.concatenate([cut_at_end(episode.truncations) for episode in episodes]),
-    }
+    with told_in_one_line("this needs a package, pip install 'minari[hdf5,hf]'"):
+        import minari  # slow to import
+    parts = []
+    for episode in minari.load_dataset(dataset_id, download=True).iterate_episodes():
+        obs, action = episode.observations, episode.actions
+        if not (isinstance(obs, np.ndarray) and isinstance(action, np.ndarray)):
+            raise InputError("observations and actions must be plain arrays")
+        # T steps have T + 1 observations: the last one is a true successor, too
+        ends = (episode.terminations, cut_at_end(episode.truncations))
+        parts.append((obs[:-1], action, episode.rewards, obs[1:], *ends))
+    return {name: np.concatenate(column) for name, column in zip(NAMES, zip(*parts))}
 
 
 def cut_at_end(truncated: np.ndarray) -> np.ndarray:
@@ -395,11 +365,10 @@ def cut_at_end(truncated: np.ndarray) -> np.ndarray:
     return np.append(truncated[:-1], True)
 
 
-def validate(fields: dict[str, np.ndarray], env: gym.Env) -> tuple[dict[str, np.ndarray], int]:
-    """One clear line for whatever is wrong; else the fields in our own layout, shapes and types.
-    And how many episodes were cut without a flag."""
-    obs_space, action_space = env.observation_space, env.action_space
-    row_shapes = {"obs": obs_space.shape, "next_obs": obs_space.shape, "action": action_space.shape}
+def validate(fields: dict[str, np.ndarray], env: gym.Env) -> dict[str, np.ndarray]:
+    """One clear line for whatever is wrong; else the fields in our own shapes and types."""
+    obs_shape, action_space = env.observation_space.shape, env.action_space
+    row_shapes = {"obs": obs_shape, "next_obs": obs_shape, "action": action_space.shape}
     num_rows = len(fields["action"])
     if num_rows == 0:
         raise InputError("it has no rows")
@@ -411,61 +380,46 @@ def validate(fields: dict[str, np.ndarray], env: gym.Env) -> tuple[dict[str, np.
             raise InputError(f"{label} has {len(field)} rows, actions has {num_rows}")
         # [N, 1] where [N] is meant, or the reverse, is common and harmless
         if shape != expected and {shape, expected} != {(), (1,)}:
-            raise InputError(
-                f"a row of {label} has shape {shape}, the environment's has {expected}"
-            )
-        field = fields[name] = field.reshape(len(field), *expected)
-        finite = (np.abs(field) <= np.finfo(np.float32).max).all(axis=tuple(range(1, field.ndim)))
+            raise InputError(f"a row of {label} has shape {shape}, the environment's {expected}")
+        with np.errstate(over="ignore"):  # what is too large for float32 becomes infinite
+            fields[name] = np.ascontiguousarray(field.reshape(-1, *expected), np.float32)
+        finite = np.isfinite(fields[name]).all(axis=tuple(range(1, 1 + len(expected))))
         if not finite.all():
             raise InputError(f"{label} is not finite in row {finite.argmin()}")
 
-    action = fields["action"]
-    if isinstance(action_space, gym.spaces.Box):
-        low, high, action_dtype = action_space.low, action_space.high, np.float32
-        slack = 1e-4 * (high - low)  # float32 rounding of someone else's scaling
-        inside = ((action >= low - slack) & (action <= high + slack)).all(axis=1)
-        allowed = f"the box {low} to {high}"
+    action, is_discrete = fields["action"], isinstance(action_space, gym.spaces.Discrete)
+    if is_discrete:
+        low, high = action_space.start, action_space.start + action_space.n - 1
     else:
-        low, action_dtype = action_space.start, int
-        high = low + action_space.n - 1
-        inside = (action >= low) & (action <= high) & (action == np.round(action))
-        allowed = f"{low} to {high}"
+        low, high = action_space.low, action_space.high
+    slack = 1e-4 * (high - low)  # float32 rounding of someone else's scaling
+    inside = (action >= low - slack) & (action <= high + slack)
+    if is_discrete:
+        inside &= action == np.round(action)
+    inside = inside.reshape(num_rows, -1).all(axis=1)
     if not inside.all():
         row = inside.argmin()
-        where = f"action {action[row]} in row {row} is not in {allowed} of {env.spec.id}"
+        where = f"action {action[row]} in row {row} is not in {low} to {high} of {env.spec.id}"
         raise InputError(one_line(f"{where} (actions are in the environment's own units)"))
-    is_image = obs_space.dtype == np.uint8 and len(obs_space.shape) > 1
-    if is_image and fields["obs"].dtype != np.uint8:
-        raise InputError(f"observations holds {fields['obs'].dtype}, the environment's are uint8")
+    action = action.clip(low, high).astype(int if is_discrete else np.float32)
+    return fields | {"action": action, "terminated": fields["terminated"].astype(bool)}
 
-    # episodes: terminated wins if both flags are set; the end of the file is a cut, too, and so is
-    # a row that does not start where the last one led
-    terminated, cuts_known = fields["terminated"].astype(bool), "truncated" in fields
-    truncated = fields.get("truncated", np.zeros(num_rows)).astype(bool)
+
+def find_cuts(fields: dict[str, np.ndarray]) -> tuple[dict[str, np.ndarray], int]:
+    """Terminated wins if both flags are set. The end of the file is a cut, too, and so is a row
+    that does not lead to where the next one starts: these have no flag, and are counted."""
+    terminated, cuts_known = fields["terminated"], "truncated" in fields
+    truncated = fields.get("truncated", np.zeros(len(terminated))).astype(bool)
     num_found = 0
     if "next_obs" in fields:
-        found = row_differs(fields["obs"][1:], fields["next_obs"][:-1])
-        found &= ~(terminated | truncated)[:-1]
-        truncated = np.append(truncated[:-1] | found, truncated[-1])
-        num_found = int(found.sum())
-    truncated = cut_at_end(truncated) & ~terminated
-    fields |= {"action": action.clip(low, high), "terminated": terminated, "truncated": truncated}
+        is_close = np.isclose(fields["obs"][1:], fields["next_obs"][:-1], rtol=1e-4, atol=1e-5)
+        found = ~(is_close.all(axis=1) | terminated[:-1] | truncated[:-1])
+        truncated[:-1] |= found
+        num_found = found.sum()
+    fields = fields | {"truncated": cut_at_end(truncated) & ~terminated}
     if "next_obs" not in fields:
         fields = add_next_obs(fields, cuts_known)
-    obs_dtype = np.uint8 if is_image else np.float32
-    dtypes = {"obs": obs_dtype, "next_obs": obs_dtype, "reward": np.float32, "action": action_dtype}
-    for name, dtype in dtypes.items():
-        fields[name] = np.ascontiguousarray(fields[name], dtype=dtype)
     return {name: fields[name] for name in NAMES}, num_found
-
-
-def row_differs(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """[K, O], [K, O] -> [K] bool. Exact comparison first: it needs no large temporaries."""
-    inner_axes = tuple(range(1, left.ndim))
-    differs = (left != right).any(axis=inner_axes)
-    close = np.isclose(left[differs], right[differs], rtol=1e-4, atol=1e-5)
-    differs[differs] = ~close.all(axis=inner_axes)
-    return differs
 
 
 def add_next_obs(fields: dict[str, np.ndarray], cuts_known: bool) -> dict[str, np.ndarray]:
@@ -479,12 +433,11 @@ def add_next_obs(fields: dict[str, np.ndarray], cuts_known: bool) -> dict[str, n
     num_rows = len(terminated)
     last_row = np.flatnonzero(terminated | truncated)  # of each episode
     if len(obs) == num_rows + len(last_row):
-        keep = np.ones(len(obs), dtype=bool)
-        keep[last_row + 1 + np.arange(len(last_row))] = False  # the final observations
-        return fields | {"obs": obs[keep], "next_obs": obs[np.flatnonzero(keep) + 1]}
+        row = np.arange(num_rows)
+        row += np.searchsorted(last_row, row)  # one final observation for each episode before
+        return fields | {"obs": obs[row], "next_obs": obs[row + 1]}
     if not cuts_known:
-        missing = "it has neither next_observations nor truncations"
-        raise InputError(f"{missing}: nobody can tell where an episode was cut, or what came after")
+        raise InputError("it has neither next_observations nor truncations: no one knows its cuts")
     if len(obs) != num_rows:
         expected = f"{num_rows}, or {num_rows + len(last_row)} with the last one of each episode"
         raise InputError(f"observations has {len(obs)} rows; expected {expected}")
@@ -546,12 +499,7 @@ def evaluate(
     starts = [env.reset(seed=seed + i)[0] for i, env in enumerate(envs)]
     obs = np.stack(starts).astype(envs[0].observation_space.dtype)  # [E, O]
     returns, running, num_steps = np.zeros(episodes), np.ones(episodes, dtype=bool), 0
-    while running.any():
-        if num_steps == MAX_EPISODE_STEPS:
-            advice = "cut off; give it a time limit, max_episode_steps of gym.register"
-            where = f"{env_id}: no end of an episode in {num_steps:,} steps"
-            print(f"{where}: {advice}", file=sys.stderr)
-            break
+    while running.any() and num_steps < MAX_EPISODE_STEPS:
         num_steps += 1
         action = np.array(policy(obs))  # [E, A], a copy: obs changes below
         for i in np.flatnonzero(running):
@@ -563,6 +511,9 @@ def evaluate(
             obs[i] = next_obs
             returns[i] += reward
             running[i] = not (terminated or truncated)
+    if running.any():
+        advice = "cut off; give it a time limit, max_episode_steps of gym.register"
+        print(f"{env_id}: no end of an episode in {num_steps:,} steps: {advice}", file=sys.stderr)
     for env in envs:
         env.close()
     return returns
@@ -617,6 +568,8 @@ RULES = {  # what a limit says, and whether a value keeps to it. NaN keeps to no
     "in [0, 2^31)": lambda x: 0 <= x < 2**31,
     "in [0, 2^63)": lambda x: 0 <= x < 2**63,
     "finite": math.isfinite,
+    "not empty": bool,  # as an unset variable of the shell is
+    "a name that ends in .npz": lambda x: x.endswith(".npz"),
 }
 LIMITS = {  # of the flags that several scripts have; each script has its own beside them
     "> 0": "total_updates total_epochs total_timesteps batch_size hidden_dim eval_interval "
@@ -633,9 +586,12 @@ LIMITS = {  # of the flags that several scripts have; each script has its own be
     "in [1, 2^15)": "torch_threads num_envs eval_episodes",
     "in [0, 2^31)": "eval_seed",
     "in [0, 2^63)": "seed",
+    "not empty": "resume evaluate run_dir",
+    "a name that ends in .npz": "record record_replay",
 }
+BUDGETS = "total_updates total_timesteps total_epochs"  # the last one that is set is what counts
 RESUME_MAY_CHANGE = (  # the dataset may lie elsewhere now: its fingerprint must be the same
-    "total_updates total_epochs total_timesteps eval_interval checkpoint_interval log_interval "
+    f"{BUDGETS} eval_interval checkpoint_interval log_interval "
     "target_return patience quiet resume dataset run_dir track"
 )
 WITH_EVALUATE = "record record_replay capture_video plot"  # flags that mean nothing without it
@@ -656,17 +612,16 @@ def main(
     defaults. -> 0: done; 1: a file could not be written; 2: wrong input; 128 + signal: stopped"""
     sys.path.append(os.getcwd())  # --env-id mypackage:MyEnv-v0
     # TensorBoard's thread meets a full disk as we do, who say so
-    silent, loud = lambda _: None, threading.__excepthook__
-    threading.excepthook = lambda x: (silent if issubclass(x.exc_type, OSError) else loud)(x)
+    hook = threading.excepthook
+    threading.excepthook = lambda x: issubclass(x.exc_type, OSError) or hook(x)
     try:
         words = whole_numbers(sys.argv[1:], args_type)
-        budget = "--total-updates" if hasattr(args_type, "total_updates") else "--total-timesteps"
-        given = {word.partition("=")[0].replace("_", "-") for word in words}
-        for flag in given & {"--total-updates", "--total-epochs", "--total-timesteps"}:
-            if not hasattr(args_type, flag[2:].replace("-", "_")):
-                raise InputError(f"there is no {flag} here: the budget is {budget}")
+        given = {word.partition("=")[0].replace("-", "_") for word in words}
+        ours = next(name for name in BUDGETS.split() if hasattr(args_type, name))
+        for name in BUDGETS.split():
+            if f"__{name}" in given and not hasattr(args_type, name):
+                raise InputError(f"there is no {name} here: the budget is {ours}")
         args = tyro.cli(args_type, args=words)
-        check_names(args)
         if args.resume or args.evaluate:
             path = args.evaluate or os.path.join(args.resume, "checkpoint.pt")
             saved = load_checkpoint(path, algo, args_type)["args"]
@@ -674,8 +629,8 @@ def main(
                 trust = f"if you trust it, give --env-id {saved['env_id']} again"
                 raise InputError(f"{path} names a module of its own, to be imported: {trust}")
             # what writes files is taken from the command line alone
-            typed = {name: getattr(args, name) for name in NEVER_SAVED.split() if name in saved}
-            args = tyro.cli(args_type, args=words, default=args_type(**saved | typed))
+            saved = {name: x for name, x in saved.items() if name not in NEVER_SAVED.split()}
+            args = tyro.cli(args_type, args=words, default=args_type(**saved))
         evaluation = evaluate or partial(evaluate_checkpoint, algo, load_policy)
         evaluation(args) if args.evaluate else train(args)
     except (InputError, OSError) as error:
@@ -696,17 +651,13 @@ def main(
 
 def whole_numbers(words: list[str], args_type: type) -> list[str]:
     """1e6 is a number of steps, too."""
-    kinds = {f"--{x.name}": (x.type, *get_args(x.type)) for x in fields(args_type)}
+    types = {f"--{x.name}": (x.type, *get_args(x.type)) for x in fields(args_type)}
     for i, (flag, word) in enumerate(pairwise(words)):
-        is_whole = re.fullmatch(r"\d+(\.\d+)?[eE]\+?\d+", word) and float(word).is_integer()
-        if is_whole and int in kinds.get(flag.replace("-", "_").replace("__", "--", 1), ()):
+        is_count = int in types.get(f"--{flag[2:].replace('-', '_')}", ())
+        is_power = re.fullmatch(r"\d+(\.\d+)?[eE]\+?\d+", word)
+        if is_count and is_power and float(word).is_integer():
             words[i + 1] = str(int(float(word)))
     return words
-
-
-def check_names(args: Any) -> None:
-    if "" in (args.resume, args.evaluate, args.run_dir):
-        raise InputError("resume, evaluate and run_dir must have a name: a shell variable unset?")
 
 
 def check_types(args: Any) -> None:
@@ -725,7 +676,6 @@ def check_types(args: Any) -> None:
 def check_flags(args: Any, limits: dict[str, str]) -> None:
     """Refuse what would waste a run, before it begins. A flag that is None is not set."""
     check_types(args)
-    check_names(args)
     for rule, names in [*LIMITS.items(), *limits.items()]:
         for name in names.split():
             value = getattr(args, name, None)
@@ -733,12 +683,8 @@ def check_flags(args: Any, limits: dict[str, str]) -> None:
                 raise InputError(f"{name} must be {rule}, got {value}")
     for name in WITH_EVALUATE.split():
         value = getattr(args, name, None)
-        if value and name.startswith("record") and not value.endswith(".npz"):
-            raise InputError(f"{name} must be a name that ends in .npz, got {value}")
         if value and not args.evaluate:
             raise InputError(f"{name} must be used with --evaluate, got {value}")
-    if args.resume and args.evaluate:
-        raise InputError(f"resume must be used without --evaluate, got {args.resume}")
 
 
 def check_unchanged(args: Any, saved: dict, may_change: str, mode: str) -> None:
@@ -752,10 +698,8 @@ def pick_device(device: str) -> torch.device:
     if device == "auto":
         gpus = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
         device = next((name for name, is_here in gpus.items() if is_here), "cpu")
-    try:
+    with told_in_one_line(f"device {device} is not available here; try --device cpu"):
         return torch.empty(0, device=device).device
-    except (RuntimeError, AssertionError):
-        raise InputError(f"device {device} is not available here; try --device cpu") from None
 
 
 def keep_freed_memory() -> None:
@@ -805,30 +749,21 @@ def save_atomically(path: str, write: Callable[[BinaryIO], None]) -> None:
 
 def load_checkpoint(path: str, algo: str, args_type: type) -> dict:
     """No code in the file is run (weights_only); its tensors are read when they are used (mmap)."""
-    if os.path.isdir(path):
-        raise InputError(f"{path} is a folder; a checkpoint is a file, for example {path}/best.pt")
-    if os.path.isfile(os.path.dirname(path)):
-        raise InputError(f"{os.path.dirname(path)} is a file; --resume takes the folder of a run")
     if not os.path.isfile(path):
-        raise InputError(f"there is no checkpoint {path}")
-    with told_of_checkpoint(path, algo):
-        damaged = first_damage(path, os.stat(path).st_mtime_ns)
+        advice = "--resume takes the folder of a run, --evaluate a file there, such as best.pt"
+        raise InputError(f"there is no checkpoint {path}: {advice}")
+    with told_in_one_line(f"cannot use {path} with {algo}.py"):
+        with zipfile.ZipFile(path) as file:
+            damaged = file.testzip()  # compares checksums, which torch ignores
+        assert damaged is None, f"{damaged} is damaged"
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        saved_algo, saved_flags = checkpoint["algo"], checkpoint["args"].keys()
-        assert damaged is None and isinstance(checkpoint["step"], int), f"{damaged} is damaged"
-    if saved_algo != algo:
-        raise InputError(f"{path} is a checkpoint of {saved_algo}, not of {algo}")
-    if saved_flags != {field.name for field in fields(args_type)}:
-        raise InputError(f"{path} was made by another version of {algo}.py: its flags differ")
-    check_types(args_type(**checkpoint["args"]))
+        if checkpoint["algo"] != algo:
+            raise InputError(f"it is a checkpoint of {checkpoint['algo']}")
+        if checkpoint["args"].keys() != {field.name for field in fields(args_type)}:
+            raise InputError("another version made it: its flags differ")
+        assert isinstance(checkpoint["step"], int), "where the run was is not in it"
+        check_types(args_type(**checkpoint["args"]))
     return checkpoint
-
-
-@cache
-def first_damage(path: str, time_of_change: int) -> str | None:
-    """A part of the file that is not what was written: torch itself would not notice."""
-    with zipfile.ZipFile(path) as file:
-        return file.testzip()
 
 
 def get_state(part: Any) -> Any:
@@ -882,8 +817,7 @@ class Run:
             if "log_position" not in self.saved:
                 raise InputError(f"{path} is a best.pt: it acts, but it cannot be resumed")
         elif os.path.exists(path):
-            another = "--resume it, or give another --run-dir"
-            raise InputError(f"{self.folder} holds a run already: {another}")
+            raise InputError(f"{self.folder} holds a run: --resume it, or give another --run-dir")
 
     def check_replay(self, obs: np.ndarray) -> None:
         """A resumed run is to be where it was, after the actions that start_episode played."""
@@ -907,7 +841,7 @@ class Run:
         self.total, self.first_step, self.is_fresh = total, first_step, not saved
         self.reason, self.signal = "", 0  # why the run stops
         self.step = saved.get("step", first_step)
-        with told_of_checkpoint(f"{self.folder}/checkpoint.pt", self.algo):
+        with told_in_one_line(f"cannot use {self.folder}/checkpoint.pt with {self.algo}.py"):
             for name in parts if saved else ():
                 set_state(parts[name], saved[name])
             self.best_return = float(saved.get("best_return", -math.inf))
@@ -954,11 +888,9 @@ class Run:
     def start_wandb(self) -> Any:
         """Weights & Biases gets what TensorBoard gets, so it has to be there first. Its own files
         lie beside the folder of the run: inside, every scalar would be read twice."""
-        try:
-            import wandb  # an optional package
-        except ImportError:
-            raise InputError("--track needs a package: pip install wandb") from None
-        with told_in_one_line("cannot track the run"):  # not logged in, no network
+        with told_in_one_line("--track needs a package and a login (pip install wandb)"):
+            import wandb
+
             parent, name = os.path.split(os.path.abspath(self.folder))
             config = asdict(self.args)
             return wandb.init(name=name, config=config, dir=parent, sync_tensorboard=True)
@@ -980,10 +912,9 @@ class Run:
         noted, so that they tear nothing apart: the next step is the last. A second one has its
         usual effect."""
         in_main_thread = threading.current_thread() is threading.main_thread()  # Python's condition
-        numbers = [signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)]
-        ignored = {x for x in numbers if signal.getsignal(x) is signal.SIG_IGN}  # by nohup
-        numbers = {*numbers} - ignored if in_main_thread else ()
-        handlers = {number: signal.signal(number, self.note) for number in numbers}
+        noted = [x for x in signal.Signals if x.name in ("SIGINT", "SIGTERM", "SIGHUP")]
+        noted = [x for x in noted if signal.getsignal(x) != signal.SIG_IGN]  # by nohup
+        handlers = {x: signal.signal(x, self.note) for x in noted if in_main_thread}
         self.restore = lambda: [signal.signal(*handler) for handler in handlers.items()]
         self.stride = stride
         try:
@@ -1070,9 +1001,8 @@ class Run:
         """Say how to go on. -> what train() returns"""
         script = sys.modules[type(self.args).__module__].__file__
         command, folder = f"python {os.path.relpath(script)}", shlex.quote(self.folder)
-        budget = "total-updates" if self.unit == "update" else "total-timesteps"
-        budget = "total-epochs" if getattr(self.args, "total_epochs", None) else budget
-        more = "" if self.step < self.total else f" --{budget} <more>"
+        budget = [name for name in BUDGETS.split() if getattr(self.args, name, None)][-1]
+        more = "" if self.step < self.total else f" --{budget.replace('_', '-')} <more>"
         saved = "best.pt" if self.best_return > -math.inf else "checkpoint.pt"
         self.say(f"stopped at {self.unit} {self.step:,}: {self.reason}")
         if ":" in self.args.env_id:  # a module is imported only if it is typed
@@ -1100,7 +1030,7 @@ def evaluate_checkpoint(
     check_unchanged(args, saved, f"{EVALUATE_MAY_CHANGE} {may_change}", "--evaluate")
     if args.torch_threads is not None:
         torch.set_num_threads(args.torch_threads)
-    with told_of_checkpoint(path, algo):
+    with told_in_one_line(f"cannot use {path} with {algo}.py"):
         policy = load_policy(path, **asdict(args))
     run_episodes = partial(record, path=args.record) if args.record else evaluate
     returns = run_episodes(policy, args.env_id, args.eval_episodes, seed, make_env=make_env)
@@ -1109,8 +1039,7 @@ def evaluate_checkpoint(
         f" min {returns.min():.1f} max {returns.max():.1f} over {len(returns)} episodes"
     )
     if args.record:
-        first = f"{RECORD_SEEDS + seed:,}"
-        report += f"\nrecorded in {args.record}: these episodes, from seed {first} on"
+        report += f"\nrecorded in {args.record}, from seed {RECORD_SEEDS + seed:,} on"
     if args.capture_video:
         folder = os.path.join(os.path.dirname(path), "videos")
         report += f"\nfilmed in {capture_video(policy, args.env_id, seed, folder, make_env)}"

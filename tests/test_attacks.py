@@ -113,12 +113,21 @@ def still(obs):
     ("wrong", "line"),
     [
         ("reset raises", "fails in reset: RuntimeError: no level"),
-        ("shape at reset", "fails in reset: ValueError: an observation has shape (3,)"),
-        ("one value at reset", "fails in reset: ValueError: an observation has shape ()"),
+        (
+            "shape at reset",
+            "fails in reset: .*an observation must be finite, of shape (2,), not [0. 0. 0.]",
+        ),
+        (
+            "one value at reset",
+            r"fails in reset: .*an observation must be finite, of shape (2,), not -?\d",
+        ),
         ("step raises", "fails in step 3 of an episode: ZeroDivisionError: physics"),
         ("four values", "fails in step 3 of an episode: ValueError: not enough values"),
-        ("shape at a step", "fails in step 3 .*an observation has shape (2, 1)"),
-        ("nan in obs", "fails in step 3 .*an observation is not finite"),
+        (
+            "shape at a step",
+            "fails in step 3 .*an observation must be finite, of shape (2,), not [[0.] [0.]]",
+        ),
+        ("nan in obs", "fails in step 3 .*an observation must be finite, of shape (2,), not [ nan"),
         ("nan", "fails in step 3 .*the reward is nan"),
         ("inf", "fails in step 3 .*the reward is inf"),
         ("none", "fails in step 3 of an episode: TypeError"),
@@ -126,7 +135,7 @@ def still(obs):
     ],
 )
 def test_a_broken_environment_is_one_line(wrong, line):
-    line = line.replace("(", r"\(").replace(")", r"\)")
+    line = re.sub(r"([()[\]])", r"\\\1", line)
     with pytest.raises(common.InputError, match=f"the environment {attack(wrong)} {line}") as error:
         common.evaluate(still, attack(wrong), episodes=2, seed=0)
     assert len(str(error.value).splitlines()) == 1
@@ -193,7 +202,7 @@ def test_recorded_episodes_are_not_those_of_an_evaluation(tmp_path):
 def test_integer_actions_are_refused():
     env = common.make_env("Pendulum-v1")
     env.action_space = gym.spaces.Box(0, 4, (1,), np.int64)
-    with pytest.raises(common.InputError, match="actions must be floats, or Discrete, not Box"):
+    with pytest.raises(common.InputError, match="actions must be vectors or discrete, not Box"):
         common.check_spaces(env)
 
 
@@ -290,14 +299,14 @@ def encrypted(path):
 @pytest.mark.parametrize("make", [huge_header, unknown_compression, encrypted])
 def test_strange_zips(make, tmp_path):
     make(tmp_path / "d.npz")
-    with pytest.raises(common.InputError, match="cannot be read: ") as error:
+    with pytest.raises(common.InputError, match=f"dataset {tmp_path}/d.npz: ") as error:
         common.load_dataset(str(tmp_path / "d.npz"), common.make_env("Probe-v0"))
     assert len(str(error.value).splitlines()) == 1
 
 
 def test_a_device_is_no_dataset(tmp_path):
     (tmp_path / "d.npz").symlink_to("/dev/zero")
-    with pytest.raises(common.InputError, match="is not a file"):
+    with pytest.raises(common.InputError, match="not a complete npz file"):
         common.load_dataset(str(tmp_path / "d.npz"), common.make_env("Probe-v0"))
 
 
@@ -318,7 +327,7 @@ def test_a_flipped_bit_is_noticed(tiny, run):
     path.write_bytes(content)
     for flags in (["--resume", tiny.run_dir], ["--evaluate", path]):
         code, _, err = run(*flags)
-        assert code == 2 and "is not a complete checkpoint of ours: " in err and "damaged" in err
+        assert code == 2 and f"cannot use {path} with crr.py: " in err and "is damaged" in err
 
 
 @pytest.mark.parametrize("part", ["args", "step", "algo", "actor"])
@@ -344,7 +353,7 @@ def test_a_checkpoint_with_a_strange_part_of_a_run(tiny, run, part, value):
     crr.train(tiny)
     torch.save(load(tiny.run_dir) | {part: value}, f"{tiny.run_dir}/checkpoint.pt")
     code, _, err = run("--resume", tiny.run_dir, "--total-updates", "40")
-    assert code == 2 and err.count("\n") == 1 and "is not a complete checkpoint of ours" in err
+    assert code == 2 and err.count("\n") == 1 and "checkpoint.pt with crr.py: " in err
 
 
 def test_a_name_with_a_line_break_is_one_line(run):
@@ -361,7 +370,7 @@ def test_a_checkpoint_with_a_strange_flag(tiny, run, flag, value):
     checkpoint["args"][flag] = value
     torch.save(checkpoint, f"{tiny.run_dir}/checkpoint.pt")
     code, _, err = run("--evaluate", f"{tiny.run_dir}/checkpoint.pt")
-    assert code == 2 and err.count("\n") == 1 and err.startswith(f"{flag} must be ")
+    assert code == 2 and err.count("\n") == 1 and f"crr.py: {flag} must be " in err
 
 
 def test_empty_names_are_refused(run, monkeypatch, tmp_path):
@@ -369,7 +378,7 @@ def test_empty_names_are_refused(run, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     for flag in ("--resume", "--evaluate", "--run-dir"):
         code, _, err = run(flag, "")
-        assert code == 2 and "resume, evaluate and run_dir must have a name" in err
+        assert code == 2 and f"{flag[2:].replace('-', '_')} must be not empty" in err
     assert os.listdir(tmp_path) == []
 
 
@@ -397,15 +406,19 @@ def test_a_checkpoint_cannot_make_us_write_or_import(tiny, run, tmp_path, monkey
 
 
 @pytest.mark.parametrize(
-    "flags",
-    ["--hidden-dim 10000000", "--batch-size 1000000000000", "--dataset random:1000000000000000"],
+    ("flags", "line"),
+    [
+        ("--hidden-dim 10000000", "too large for this machine: "),
+        ("--batch-size 1000000000000", "too large for this machine: "),
+        (f"--dataset random:{10**15}", f"dataset random:{10**15}: MemoryError: Unable to allocate"),
+    ],
 )
-def test_too_large_for_this_machine(tiny, run, flags):
+def test_too_large_for_this_machine(tiny, run, flags, line):
     name, value = flags.split()
     args = as_flags(tiny)
     args[args.index(name) + 1] = value
     code, _, err = run(*args)
-    assert code == 2 and err.startswith("too large for this machine: ") and err.count("\n") == 1
+    assert code == 2 and err.startswith(line) and err.count("\n") == 1
 
 
 def test_1e3_is_a_number_of_updates(tiny, run):
@@ -559,7 +572,8 @@ def test_weights_and_biases_gets_flags_and_every_scalar_once(tiny):
 def test_weights_and_biases_is_optional(tiny, run, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     code, _, err = run(*as_flags(replace(tiny, track=True)))
-    assert (code, err) == (2, "--track needs a package: pip install wandb\n")
+    assert code == 2 and err.count("\n") == 1
+    assert err.startswith("--track needs a package and a login (pip install wandb): ModuleNotFound")
 
 
 def test_hyper_parameters_are_in_tensorboard(tiny):
