@@ -564,6 +564,7 @@ RULES = {  # what a limit says, and whether a value keeps to it. NaN keeps to no
     "in [0, 1)": lambda x: 0 <= x < 1,
     "in (0, 1]": lambda x: 0 < x <= 1,
     "in [0, 1]": lambda x: 0 <= x <= 1,
+    "in [1, 2^10]": lambda x: 1 <= x <= 2**10,
     "in [1, 2^15)": lambda x: 1 <= x < 2**15,
     "in [0, 2^31)": lambda x: 0 <= x < 2**31,
     "in [0, 2^63)": lambda x: 0 <= x < 2**63,
@@ -583,7 +584,8 @@ LIMITS = {  # of the flags that several scripts have; each script has its own be
     "in [0, 1)": "gamma",
     "in (0, 1]": "tau",
     "in [0, 1]": "td_lambda",
-    "in [1, 2^15)": "torch_threads num_envs eval_episodes",
+    "in [1, 2^10]": "torch_threads",  # each of them is made, whatever the machine has
+    "in [1, 2^15)": "num_envs eval_episodes",
     "in [0, 2^31)": "eval_seed",
     "in [0, 2^63)": "seed",
     "not empty": "resume evaluate run_dir",
@@ -622,6 +624,8 @@ def main(
             if f"__{name}" in given and not hasattr(args_type, name):
                 raise InputError(f"there is no {name} here: the budget is {ours}")
         args = tyro.cli(args_type, args=words)
+        if args.resume and args.evaluate:
+            raise InputError("--resume and --evaluate are two things to do: give one of them")
         if args.resume or args.evaluate:
             path = args.evaluate or os.path.join(args.resume, "checkpoint.pt")
             saved = load_checkpoint(path, algo, args_type)["args"]
