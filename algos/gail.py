@@ -664,10 +664,10 @@ def train(args: Args) -> dict[str, float]:
                 run.log(scalars, updates=num_updates, lower=rates)
 
         # 8. evaluate, but a policy only once; save
-        is_eval_due = common.is_due(step, args.eval_interval, args.num_envs)
-        if (is_eval_due and policy_is_new) or step == total:
+        is_due = common.is_due(step, args.eval_interval, args.num_envs)
+        if policy_is_new and (is_due or step == total):
             run.evaluate(policy, acting)
-        policy_is_new = policy_is_new and not is_eval_due
+        policy_is_new = policy_is_new and not is_due
         if common.is_due(step, args.checkpoint_interval, args.num_envs) or run.is_last:
             place = {"num_updates": num_updates, "policy_is_new": policy_is_new}
             actions = [torch.tensor(np.array(x)) for x in episode_actions]

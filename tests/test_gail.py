@@ -1236,7 +1236,9 @@ def test_a_policy_is_evaluated_once_when_it_is_first_due(walk, num_steps, interv
         reign = range(first, min(first + size, 63), 3)
         due = [t for t in reign if any(k % interval == 0 for k in (t - 2, t - 1, t))]
         expected += due[:1]
-    assert list(metrics(walk, "eval/return_mean")) == [*expected, 63]
+    if 63 % size == 0 or not due:  # the last one is evaluated at the end, unless it was before
+        expected.append(63)
+    assert list(metrics(walk, "eval/return_mean")) == expected
 
 
 def test_saves_and_logs_need_not_be_multiples_of_the_environments(walk, spy):
