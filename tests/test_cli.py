@@ -453,7 +453,7 @@ WRONG_FLAGS = [  # of common.py
     (["--record", "x.npz"], "record must be used with --evaluate, got x.npz"),
     (["--record", "x.txt"], "record must be a name that ends in .npz, got x.txt"),
     (["--capture-video"], "capture_video must be used with --evaluate, got True"),
-    (["--resume", "a", "--evaluate", "b"], "there is no checkpoint b"),
+    (["--resume", "a", "--evaluate", "b"], "--resume and --evaluate are two things to do"),
     (["--env-id", "Nowhere-v0"], "cannot make the environment Nowhere-v0:"),
     (["--env-id", "no_module:X-v0"], "cannot make the environment no_module:X-v0:"),
     (["--resume", "nowhere"], "there is no checkpoint nowhere/checkpoint.pt"),

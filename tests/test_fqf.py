@@ -578,9 +578,11 @@ def test_state_of_a_ring_is_no_larger_than_what_it_holds():
     assert {len(x) for x in tensors.values()} == {num_frames}
     torch.save(state, file)
     assert len(file.getvalue()) < 10_000
-    # what the page says of a step of CartPole, which has four numbers, not three
-    per_step = sum(x.nbytes for x in tensors.values()) // num_frames + 4
-    assert f"{per_step} bytes per step" in PAGE.read_text()
+
+
+def test_memory_of_a_million_frames_is_on_the_page():
+    num_bytes = sum(x.nbytes for x in fqf.Buffer(1_000, (4, 84, 84), 4).columns.values())
+    assert f"million frames take {1_000 * num_bytes / 1e9:.1f} GB" in PAGE.read_text()
 
 
 def test_frames_of_a_game_are_stored_once():

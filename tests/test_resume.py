@@ -274,7 +274,8 @@ def test_last_evaluation_and_checkpoint_are_of_the_last_update(algo, tiny):
     returns = algo.common.evaluate(policy, tiny.env_id, tiny.eval_episodes, tiny.eval_seed)
     assert result["eval/return_mean"] == returns.mean()  # of the actor, not of its target
     steps = [step for step, key, _ in metrics_of(tiny.run_dir) if key == "eval/return_mean"]
-    assert steps == ["0", "10", "20", "23"]
+    # GAIL's policy of step 23 is the one of 20: the next rollout is not complete
+    assert steps == ["0", "10", "20", "23"][: 3 if algo.ALGO == "gail" else 4]
 
 
 def test_kill_in_the_middle_of_a_save(algo, tiny, tmp_path):
