@@ -96,7 +96,7 @@ class Row:
     def name(self) -> str:
         dataset = "shipped" if self.dataset == "auto" else self.dataset
         dataset = Path(dataset).stem if dataset.endswith(".npz") else dataset
-        name = f"{self.table or self.algo}__{self.env_id}__{dataset}__{self.variant}"
+        name = f"{self.table or self.algo}__{short_name(self.env_id)}__{dataset}__{self.variant}"
         return name.replace(":", "-").replace("/", "-")
 
     @property
@@ -106,6 +106,11 @@ class Row:
         if self.algo not in WITHOUT_DATA:
             identity += ["--dataset", self.dataset]
         return [*identity, *EVALUATION.split(), *self.flags.split()]
+
+
+def short_name(env_id: str) -> str:
+    """Without the module that an environment of our own comes from."""
+    return env_id.rpartition(":")[2]
 
 
 CRR_VARIANTS = {
@@ -190,6 +195,48 @@ TABLE += [
         "rlpd-ablation",
     )
     for variant, (flags, share) in ABLATIONS.items()
+]
+# Mazes with a sparse reward (mazes.py), where the prior data matter: all of the above, and more
+MAZE = (
+    "--reward-shift -1 --no-backup-entropy --gradient-updates-per-step 4"
+    " --total-timesteps {} --eval-interval 500"
+)
+MAZES = {
+    "Medium": (("default", "sac", "sac-data-in-buffer"), 4_000),
+    "Large": (("default", "sac", "sac-data-in-buffer"), 9_000),
+}
+MAZE_ABLATIONS = {
+    "no-layer-norm": "--no-critic-layer-norm",
+    "no-symmetric-sampling": "--offline-batch-ratio 0 --data-in-buffer",
+    "2-critics": "--num-critics 2",
+    "ratio-0.25": "--offline-batch-ratio 0.25",
+    "ratio-0.75": "--offline-batch-ratio 0.75",
+    "utd-1": "--gradient-updates-per-step 1",
+}
+MAZE_TASKS = {
+    size: (f"benchmark.mazes:Maze{size}-v0", f"runs/data/maze-{size.lower()}.npz") for size in MAZES
+}
+TABLE += [
+    Row(
+        "rlpd",
+        *MAZE_TASKS[size],
+        variant,
+        f"{MAZE.format(steps)} {SAC_VARIANTS[variant][0]}",
+        steps / 1_000 * (0.6 if variant == "default" else 0.3),
+    )
+    for size, (variants, steps) in MAZES.items()
+    for variant in variants
+]
+TABLE += [
+    Row(
+        "rlpd",
+        *MAZE_TASKS["Large"],
+        variant,
+        f"{MAZE.format(9_000)} {flags}",
+        2.5,
+        "rlpd-ablation",
+    )
+    for variant, flags in MAZE_ABLATIONS.items()
 ]
 # MBPO and SAC, which is rlpd.py without data: one update per step, as usual, and as many as MBPO
 SWING_UP_ALONE = ("Pendulum-v1", "none"), "--total-timesteps 2000", 1.9
@@ -364,7 +411,8 @@ class Run:
         script = [sys.executable, str(ROOT / "algos" / f"{self.row.algo}.py"), "--quiet"]
         run_dir = os.path.relpath(self.run_dir, ROOT)
         if (self.run_dir / "checkpoint.pt").exists():
-            return [*script, "--resume", run_dir]
+            # an environment in a module of its own is imported only if it is named again
+            return [*script, "--env-id", self.row.env_id, "--resume", run_dir]
         place = ["--run-dir", run_dir, "--torch-threads", str(options.threads)]
         return [*script, *self.flags(options), *place]
 
@@ -490,7 +538,7 @@ def write_metrics(folder: Path, rows: list[dict]) -> None:
 
 def evaluate_random_policy(env_id: str, results: Path) -> None:
     """The random column of every table."""
-    folder = results / f"random__{env_id}".replace("/", "-") / "1"
+    folder = results / f"random__{short_name(env_id)}".replace("/", "-") / "1"
     if (folder / "metrics.csv").exists():
         return
     import common  # imports torch, which takes seconds

@@ -49,13 +49,14 @@ PACKAGES = {
     "d3rlpy": "d3rlpy==2.8.1",
     "axiomrl": "axiomrl==1.0.3",
     "rllib": "ray[rllib]==2.60.0",
-    "sbx": "sbx-rl==0.28.0 jax==0.10.2 jaxlib==0.10.2",
+    "sbx": "sbx-rl==0.28.0 jax==0.10.2 jaxlib==0.10.2 gymnasium-robotics",  # the last for mazes
     "sb3": "stable-baselines3==2.9.2",
     "mbrl": "mbrl==0.2.0",
     "tianshou": "tianshou==2.0.1",
     "sheeprl": "sheeprl==0.8.4",
     "imitation": "imitation==1.0.1",  # brings Stable-Baselines3 2.2.1 and Gymnasium 0.29.1
 }
+WITH_COMMON = ("tyro", "tqdm")  # what common.py imports beside them
 NEWER = {  # mbrl pins some that break on Python 3.11 or NumPy 2
     "mbrl": "hydra-core==1.3.2 omegaconf==2.3.0 gymnasium==1.1.1"
 }
@@ -171,7 +172,8 @@ def install(peer: str, folder: Path) -> str:
     if not is_complete.exists():
         print(f"installing {PACKAGES[peer]} ...", flush=True)
         subprocess.run([sys.executable, "-m", "venv", folder / peer], check=True)
-        stages = [[TORCH], [TORCH, *PACKAGES[peer].split()]]  # first: pip must not pick another
+        packages = [TORCH, *PACKAGES[peer].split(), *WITH_COMMON]
+        stages = [[TORCH], packages]  # torch first: pip must not pick another
         stages += [NEWER[peer].split()] if peer in NEWER else []
         for packages in stages:
             subprocess.run([python, "-m", "pip", "install", "-q", *packages], check=True)

@@ -74,6 +74,8 @@ def row(variant, num_updates, flags=""):
 def test_names_are_folders():
     name = run.Row("fqf", "ALE/Pong-v5", "minari:a/b-v0", "x", "", 0).name
     assert name == "fqf__ALE-Pong-v5__minari-a-b-v0__x" and run.TABLE[0].name.count("__") == 3
+    name = run.Row("rlpd", "mine.envs:Maze-v0", "none", "x", "", 0).name
+    assert name == "rlpd__Maze-v0__none__x"  # without the module
 
 
 def test_every_row_has_a_script_and_a_name_of_its_own():
@@ -615,7 +617,7 @@ def test_a_venv_that_was_not_completed_is_made_again(monkeypatch, tmp_path):
         speed.install("sb3", tmp_path)
     python = speed.install("sb3", tmp_path)
     assert python == str(tmp_path / "sb3" / "bin" / "python") and commands[3:] == commands[:3]
-    assert commands[2][-2:] == [speed.TORCH, speed.PACKAGES["sb3"]]
+    assert commands[2][-4:] == [speed.TORCH, speed.PACKAGES["sb3"], *speed.WITH_COMMON]
     assert speed.install("sb3", tmp_path) == python and len(commands) == 6
 
 

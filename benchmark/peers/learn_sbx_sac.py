@@ -11,26 +11,33 @@ targets, step sizes, a learned temperature that starts at 1 and has our target e
 actions before the first update, and as many updates of the critics per step, one of them with one
 of the actor and the temperature. The most probable action is evaluated.
 
-Not the same: the actor's loss takes the smaller one of the critics (ours: their mean), the
-temperature's is linear in log(alpha) (ours: in alpha), log std is clipped (ours: squashed), and the
-initial weights are Flax's.
+Not the same: a target always has the entropy (ours: not in the mazes), the actor's loss takes the
+smaller one of the critics (ours: their mean), the temperature's is linear in log(alpha) (ours: in
+alpha), log std is clipped (ours: squashed), and the initial weights are Flax's.
 """
 
 import os
 
 import gymnasium as gym
 import numpy as np
-from learning import Task
+from learning import Task, common
 
 # XLA's pool has a thread per core that the process may use: one, as for all others here
 os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-1:])
 from sbx import SAC  # imports jax
 from stable_baselines3.common.callbacks import BaseCallback
 
-ROWS = {"rlpd__Pendulum-v1__shipped__sac-data-in-buffer": "sbx-sac-data-in-buffer"}
+ROWS = dict.fromkeys(
+    (
+        "rlpd__Pendulum-v1__shipped__sac-data-in-buffer",
+        "rlpd__MazeMedium-v0__maze-medium__sac-data-in-buffer",
+    ),
+    "sbx-sac-data-in-buffer",
+)
 task = Task("sbx", "sbx-rl", ROWS)
 ours = task.args
-env = gym.make(task.env_id)
+shift = ours["reward_shift"]
+env = gym.wrappers.TransformReward(common.make_env(task.env_id), lambda reward: reward + shift)
 settings = {
     "learning_rate": ours["learning_rate"],
     "qf_learning_rate": ours["learning_rate"],

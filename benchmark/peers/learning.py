@@ -1,6 +1,6 @@
 """What the learn_*.py share: the task of a row of ours, and a place beside it for what a peer does
 there. Runs in the peers' environments, so it needs no more than the standard library, numpy, torch
-and Gymnasium.
+and what common.py imports.
 
 The budget, the data and the sizes come from the args.json that our own row published, so that the
 peer cannot get others by mistake. It is evaluated where ours is: by common.evaluate, as often, with
@@ -61,9 +61,9 @@ class Task:
         """The rows that our run with this seed saw, with its scale of the rewards."""
         spec = self.args["dataset"]
         spec = str(ROOT / spec) if spec.endswith(".npz") else spec
-        scale = self.args.get("reward_scale", 1.0)
         env = common.make_env(self.env_id)
-        return common.load_dataset(spec, env, self.seed, reward_scale=scale)
+        scale, shift = self.args.get("reward_scale", 1.0), self.args.get("reward_shift", 0.0)
+        return common.load_dataset(spec, env, self.seed, scale, shift)
 
     def start(self, policy: common.Policy, **settings) -> None:
         """policy: what is evaluated, now and whenever evaluate() is called; settings: the peer's,
