@@ -368,7 +368,7 @@ def train(args: Args) -> dict[str, float]:
     everything = acting | {"value": value, "actor_opt": actor_opt, "value_opt": value_opt}
     everything |= {"advantage_mean": advantage_mean, "advantage_std": advantage_std}
     everything |= {"returns": buffer.returns, "generator": generator}
-    everything["fingerprint"] = dataset.fingerprint
+    everything["fingerprint"] = dataset.fingerprint  # --resume refuses other data
     run.start(total, everything, about=str(dataset))  # a resumed run takes up its state here
     policy = make_policy(actor, obs_mean, obs_std, env.action_space)
     if run.is_fresh:
@@ -438,7 +438,7 @@ def train(args: Args) -> dict[str, float]:
                     "stats/log_prob": log_prob.mean().item(),
                     **pi.statistics(),
                 }
-            run.log(scalars, updates=step, lower="--learning-rate or --max-weight")  # if NaN
+            run.log(scalars, updates=step, lower="--learning-rate or --max-weight")  # advice if NaN
         if (step % args.eval_interval == 0 and step > args.value_warmup) or step == total:
             run.evaluate(policy, acting)
         if step % args.checkpoint_interval == 0 or run.is_last:  # budget, early stop, or Ctrl-C

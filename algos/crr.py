@@ -16,7 +16,7 @@ Equations (Q', pi': target networks; s', a': the next step; Q without an index: 
 
 Differences from the paper:
     - Two critics with squared error instead of one distributional critic. y takes the smallest Q_i,
-      since overestimates add up from backup to backup. A feeds no backup: it takes their mean.
+      since overestimates add up from backup to backup. The advantage takes their mean.
     - A tanh-Gaussian policy (discrete: a categorical one) instead of a mixture of Gaussians.
     - Soft target updates. The paper's hard copies: --tau 1 --target-interval 100.
     - Evaluation is greedy. The paper's critic-weighted policy (CWP) draws one of K sampled actions
@@ -401,7 +401,7 @@ def train(args: Args) -> dict[str, float]:
     acting = {"actor": actor, "critic": critic, "obs_mean": obs_mean, "obs_std": obs_std}
     everything = acting | {"target_actor": target_actor, "target_critic": target_critic}
     everything |= {"actor_opt": actor_opt, "critic_opt": critic_opt, "generator": generator}
-    everything["fingerprint"] = dataset.fingerprint
+    everything["fingerprint"] = dataset.fingerprint  # --resume refuses other data
     run.start(total, everything, about=str(dataset))  # a resumed run takes up its state here
     if run.is_fresh:
         run.log({"stats/behaviour_return": dataset.episode_returns.mean()})
@@ -466,7 +466,7 @@ def train(args: Args) -> dict[str, float]:
                 "stats/log_prob": log_prob.mean().item(),
                 **pi.statistics(),
             }
-            run.log(scalars, updates=step, lower="--learning-rate or --max-weight")  # if NaN
+            run.log(scalars, updates=step, lower="--learning-rate or --max-weight")  # advice if NaN
         if step % args.eval_interval == 0 or step == total:
             # made anew: CWP's draws start from eval_seed again, also after a resume
             policy = make_policy(actor, critic, obs_mean, obs_std, env.action_space, args)

@@ -16,7 +16,7 @@ cross-entropy, y split between the two nearest of J bins; they grow exponentiall
                 + max(1, KL(sg(q) || p)) + 0.1 max(1, KL(q || sg(p)))       (1: the free nats)
     returns     R_t = r_{t+1} + gamma c_{t+1} ((1 - lambda) v_{t+1} + lambda R_{t+1}), R_H = v_H
     critic      minimise w_t (two-hot(R_t) + two-hot(v of a slow copy)), w_t = gamma^t c_0 .. c_t,
-                and 0.3 of the same on replayed steps: real r, imagined R for v, w = 1 - is_last
+                + 0.3 times this on replayed steps: their real r, imagined R for v, w = 1 - is_last
     actor       maximise w_t (log pi(a_t|s_t) sg(R_t - v_t) / max(1, scale) + eta entropy of pi),
                 scale: running distance from the 5th to the 95th percentile of R
 
@@ -27,14 +27,14 @@ Differences from the paper:
     - Evaluation takes the most likely z and action; the authors draw them, which scores less.
     - Sequences start from a state of zeros, not a stored one; so imagination starts from their last
       steps, which remember. No online queue. The critic's loss on replays does not reach the model.
-    - The actor's last layer starts at 0: the first steps are random. Atari: FIRE serves the ball.
+    - The actor's last layer starts at 0: the first steps are random. Atari: lives start with FIRE.
 
 Shapes: B sequences of T steps, L last ones of each; N = B L, or any number of rows; H horizon; K
 environments; A actions; h is [D], of G blocks; z is [S, C], flat [S C], that is S times C; features
 of both [F]; embedding of x [E]; J bins; images of P channels [W, W, P], else vectors [O].
 
 Run it, resume it (a checkpoint takes 7 MB at the default size, and 3.1 KB per step, 12.3 KB with
-64 x 64 pixels). The paper's set, metrics and results are in algos/dreamer.md.
+64 x 64 pixels). The paper's flags, metrics and results are in algos/dreamer.md.
     python algos/dreamer.py
     python algos/dreamer.py --resume runs/<run>
     python algos/dreamer.py --evaluate runs/<run>/best.pt --capture-video    (dream.png, dream.gif)
@@ -143,7 +143,7 @@ class Size(NamedTuple):
         return [self.depth * 2**stage for stage in range(int(math.log2(self.image_size // 4)))]
 
 
-SIZES = {  # a new name goes into Args.size, too. Beside: million weights, those of Decoder.input
+SIZES = {  # a new name goes into Args.size, too. Million weights: all, those of Decoder.input
     "tiny": Size(128, 16, 16, 64, 8, 1, 32),  # 0.6, 0.2
     "mini": Size(256, 16, 16, 128, 16, 1, 32),  # 1.7, 0.5
     "small": Size(512, 16, 16, 256, 16, 8, 64),  # 4.8, 1.6
@@ -808,7 +808,7 @@ def evaluate_checkpoint(args: Args) -> dict[str, float]:
 
 DYNAMICS_COEF, REPRESENTATION_COEF = 1.0, 0.1  # of the two KL losses
 RETURN_SCALE_RATE = 0.01  # how fast the scale of returns follows what is imagined
-MAX_GRAD_RATIO, MIN_WEIGHT_NORM = 0.3, 1e-3  # of the clip
+MAX_GRAD_RATIO, MIN_WEIGHT_NORM = 0.3, 1e-3  # see clip_per_tensor
 
 
 @torch.no_grad()
@@ -901,7 +901,7 @@ def train(args: Args) -> dict[str, float]:
         env_actions = (memory.action.argmax(dim=1) + policy.first_action).tolist()  # [K]
         for i, (env, env_action) in enumerate(zip(envs, env_actions)):
             next_obs, reward, terminated, truncated, info = env.step(env_action)
-            played = info.get("played_action", env_action) - policy.first_action  # see FirstFire
+            played = info.get("played_action", env_action) - policy.first_action  # common.FirstFire
             memory.action[i] = nn.functional.one_hot(torch.tensor(played), num_actions)
             buffer.set_action(i, played)  # into the row of the observation before, so ahead of add
             done = terminated or truncated
@@ -925,7 +925,7 @@ def train(args: Args) -> dict[str, float]:
             for opt in (actor_opt, critic_opt):
                 opt.param_groups[0]["lr"] = args.actor_critic_learning_rate * factor
 
-            # 2. draw sequences; before their first step there is no action
+            # 2. draw sequences; the action before their first step is not in them: zeros
             batch = buffer.sample(num_sequences, num_steps, generator)
             obs, action_index, reward, is_first, is_last, is_terminal = batch  # [B, T, ...] each
             action = nn.functional.one_hot(action_index, num_actions).float()  # [B, T, A]
@@ -960,7 +960,7 @@ def train(args: Args) -> dict[str, float]:
             with torch.no_grad():
                 imagined_reward = two_hot_mean(model.reward(imagined))  # [N, H + 1]
                 cont = torch.sigmoid(model.cont(imagined).squeeze(2))  # [N, H + 1]
-                cont[:, 0] = 1 - is_terminal[:, tail].flatten()  # known; nothing follows an end
+                cont[:, 0] = 1 - is_terminal[:, tail].flatten()  # known: 0 at an end, and so is w
                 # w_0 = c_0, w_t = w_{t-1} gamma c_t: how likely it is to get there, discounted
                 discount = torch.cat([cont[:, :1], args.gamma * cont[:, 1:-1]], dim=1)  # [N, H]
                 weight = discount.cumprod(dim=1)  # [N, H]
@@ -994,7 +994,7 @@ def train(args: Args) -> dict[str, float]:
             critic_opt.step()
             update_target(slow_critic, critic, args.tau)
 
-            # 7. actor: REINFORCE with the critic as baseline, on actions that it has just drawn
+            # 7. actor: REINFORCE on the actions imagined in 4, with the critic as baseline
             advantage = (returns - value[:, :-1]) / return_scale.clamp(min=1)  # [N, H]
             log_probs = actor(imagined[:, :-1])  # [N, H, A]
             actor_loss = dreamer_actor_loss(log_probs, imagined_action, advantage, weight, eta)
@@ -1003,7 +1003,7 @@ def train(args: Args) -> dict[str, float]:
             actor_norm = clip_per_tensor(actor)
             actor_opt.step()
 
-        # 8. log, if there was a multiple of log_interval since the update before
+        # 8. log, if a multiple of log_interval lies between the last step with updates and this
         if num_due > 0:
             if common.is_due(step, args.log_interval, step - last_update):
                 scalars = {

@@ -21,10 +21,10 @@ Differences from the paper:
     - Added: the gradient penalty of WGAN-GP (arXiv:1704.00028); D's entropy (in the authors' code).
     - One running normaliser of observations, for policy, V and D alike.
     - Rewards are multiplied by 1 - gamma: V is then as large as a reward, whatever gamma is.
-    - --absorbing is from Kostrikov et al. 2018 (arXiv:1809.02925). Per end D sees 1 / (1 - gamma)
-      absorbing states here, one in that paper. The reward f is that of AIRL (arXiv:1710.11248).
-    - The learning rates fall to 0 at total_timesteps. So a run that is resumed with a larger budget
-      is not the run that had it from the start; with --lr-schedule constant it is.
+    - --absorbing is from Kostrikov et al. 2018 (arXiv:1809.02925). After a termination D sees one
+      absorbing state there, 1 / (1 - gamma) here. Reward f is that of AIRL (arXiv:1710.11248).
+    - The learning rates fall to 0 at total_timesteps. So a run that --resume gives a larger budget
+      differs from one that had it at the start, unless --lr-schedule is constant.
 
 Shapes: T steps of a rollout, K environments, B batch, O observation, A action (discrete: one-hot),
 I = O + A + 1 inputs of D (1: marks an absorbing state), E evaluation episodes
@@ -485,11 +485,11 @@ def train(args: Args) -> dict[str, float]:
         if not Path(spec).is_file():
             raise InputError(f"no {spec}: give the expert with --dataset (ours: benchmark/data)")
     dataset = common.load_dataset(spec, envs[0], args.seed)
-    num_expert = args.num_expert_episodes
-    rows, end_rate = expert_rows(dataset, num_expert, args.expert_subsampling, args.seed)
+    num_episodes = args.num_expert_episodes
+    rows, end_rate = expert_rows(dataset, num_episodes, args.expert_subsampling, args.seed)
     expert_obs, expert_action = dataset.obs[rows].to(device), dataset.action[rows].to(device)
     expert_share = absorbing_share(end_rate, args.gamma) if args.absorbing else 0.0
-    expert_returns = dataset.episode_returns[:num_expert]
+    expert_returns = dataset.episode_returns[:num_episodes]
     rollout = Buffer(args.num_steps, args.num_envs, obs_dim, action_dim)
 
     # networks
@@ -534,7 +534,7 @@ def train(args: Args) -> dict[str, float]:
 
     # loop
     for step in run.steps(args.num_envs):
-        # 1. act in every environment; its reward is only logged
+        # 1. act in every environment; the environment's reward is only logged
         obs = torch.as_tensor(current_obs, device=device)  # [K, O]
         with torch.no_grad():
             action = actor(normalizer(obs)).sample(generator).cpu().numpy()  # [K, A]
@@ -557,7 +557,7 @@ def train(args: Args) -> dict[str, float]:
             # from here on, these are of the whole rollout: [T, K, O] or [T, K, A], ends [T, K]
             raw_obs, action, raw_next_obs, terminated, truncated = rollout.tensors(device)
             rollout.size = 0
-            update = num_updates + 1  # the first on this rollout: its rates hold for all of them
+            update = num_updates + 1  # the first on this rollout; its learning rates hold for all
             factor = common.lr_factor(update, total_updates, args.lr_schedule, args.warmup_updates)
             opt.param_groups[0]["lr"] = args.learning_rate * factor
             discriminator_opt.param_groups[0]["lr"] = discriminator_lr * factor
@@ -594,14 +594,14 @@ def train(args: Args) -> dict[str, float]:
             with torch.no_grad():
                 inputs = discriminator_input(obs, action, torch.zeros_like(terminated))  # [T, K, I]
                 step_reward = gail_reward(discriminator(inputs), args.reward_type)  # [T, K]
-                reward = step_reward
+                reward = step_reward  # logged without what --absorbing adds
                 if args.absorbing:
                     mark = torch.ones_like(terminated[0, 0])  # hides obs and action: any will do
                     end_input = discriminator_input(obs[0, 0], action[0, 0], mark)  # [I]
                     end_reward = gail_reward(discriminator(end_input), args.reward_type)  # scalar
                     # for ever after an end, discounted from this step on: gamma + gamma^2 + ...
                     reward = reward + terminated * args.gamma / (1 - args.gamma) * end_reward
-                reward = (1 - args.gamma) * reward
+                reward = (1 - args.gamma) * reward  # so V is as large as a reward
 
                 # 4. advantages and returns
                 v, next_v = value(obs), value(next_obs)  # [T, K], [T, K]
@@ -610,7 +610,7 @@ def train(args: Args) -> dict[str, float]:
                 )  # [T, K]
                 returns = advantage + v  # [T, K]
                 unexplained = advantage.var(correction=0) / (returns.var(correction=0) + 1e-20)
-                # not per mini-batch: subtracting its mean could flip the sign of an advantage
+                # not per mini-batch: its noisy mean could flip the sign of an advantage
                 advantage = (advantage - advantage.mean()) / (advantage.std(correction=0) + 1e-8)
                 old_log_prob = actor(obs).log_prob(action)  # [T, K]
 
@@ -667,7 +667,7 @@ def train(args: Args) -> dict[str, float]:
         is_due = common.is_due(step, args.eval_interval, args.num_envs)
         if policy_is_new and (is_due or step == total):
             run.evaluate(policy, acting)
-        policy_is_new = policy_is_new and not is_due
+        policy_is_new = policy_is_new and not is_due  # one off the grid does not count
         if common.is_due(step, args.checkpoint_interval, args.num_envs) or run.is_last:
             place = {"num_updates": num_updates, "policy_is_new": policy_is_new}
             actions = [torch.tensor(np.array(x)) for x in episode_actions]

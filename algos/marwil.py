@@ -437,7 +437,7 @@ def train(args: Args) -> dict[str, float]:
                 "stats/log_prob": log_prob.mean().item(),
                 **pi.statistics(),
             }
-            run.log(scalars, updates=step, lower="--learning-rate or --max-weight")  # if NaN
+            run.log(scalars, updates=step, lower="--learning-rate or --max-weight")  # advice if NaN
         if step % args.eval_interval == 0 or step == total:
             run.evaluate(policy, acting)
         if step % args.checkpoint_interval == 0 or run.is_last:  # budget, early stop, or Ctrl-C

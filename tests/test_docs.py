@@ -147,7 +147,7 @@ def test_readme_is_short():
 
 
 def test_flags_that_the_readme_names_exist():
-    """Also those in its tables, where `..` stands for a script."""
+    """Also those in its tables, where `...` stands for a script."""
     known = {"--help"}.union(*map(known_flags, ALGOS))
     known |= {"--list", "--only", "--seeds", "--results"}  # of benchmark/run.py
     known |= {"--index-url", "--logdir"}  # of pip and tensorboard
