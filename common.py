@@ -33,7 +33,6 @@ from copy import deepcopy
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import datetime
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, get_args, get_origin
 
@@ -92,14 +91,14 @@ def told_in_one_line(what: str, with_place: bool = False) -> Iterator[None]:
 
 
 class Checked(gym.Wrapper):
-    """What an environment does wrong is said in one line, with the place. Rewards become floats."""
+    """What an environment does wrong is said in one line, with the place. Observations get the type
+    that their space names, rewards become floats, and ends bools."""
 
     def reset(self, **kwargs):
         self.num_steps = 0
         with self.told("reset"):
             obs, info = self.env.reset(**kwargs)
-            self.check(obs)
-        return obs, info
+            return self.checked(obs), info
 
     def step(self, action):
         self.num_steps += 1
@@ -108,13 +107,18 @@ class Checked(gym.Wrapper):
             reward = float(np.asarray(reward).item())
             if not math.isfinite(reward):
                 raise ValueError(f"the reward is {reward}")
-            self.check(obs)
-        return obs, reward, terminated, truncated, info
+            return self.checked(obs), reward, bool(terminated), bool(truncated), dict(info)
 
-    def check(self, obs: Any) -> None:
-        shape = self.observation_space.shape
-        if shape and not (np.shape(obs) == shape and np.isfinite(obs).all()):
-            raise ValueError(f"an observation must be finite, of shape {shape}, not {obs}")
+    def checked(self, obs: Any) -> Any:
+        space = self.observation_space
+        if not isinstance(space, gym.spaces.Box):  # Dreamer looks at what is rendered
+            return obs
+        with np.errstate(over="ignore"):  # what is too large for its type becomes infinite
+            # a copy: some environments write into one buffer. Floats are not cut to integers
+            obs = np.array(obs).astype(space.dtype, casting="same_kind", copy=False)
+        if obs.shape != space.shape or not np.isfinite(obs).all():
+            raise ValueError(f"an observation must be finite, of shape {space.shape}, not {obs}")
+        return obs
 
     def told(self, where: str) -> contextlib.AbstractContextManager:
         return told_in_one_line(f"the environment {self.spec.id} fails in {where}", with_place=True)
@@ -136,7 +140,7 @@ def check_spaces(
     obs_space, action_space, env_id = env.observation_space, env.action_space, env.spec.id
     is_box, shape = isinstance(obs_space, gym.spaces.Box), obs_space.shape
     is_image = images and is_box and len(shape) == 3 and obs_space.dtype == np.uint8
-    if not is_image and not (is_box and len(shape) == 1):
+    if not is_image and not (is_box and len(shape) == 1 and shape[0] > 0):
         kinds = "vectors or uint8 images" if images else "vectors"
         advice = "wrap it in gymnasium.wrappers.FlattenObservation"
         raise InputError(f"{env_id}: observations must be {kinds}, not {obs_space}; {advice}")
@@ -145,9 +149,10 @@ def check_spaces(
     is_usable = (
         isinstance(action_space, gym.spaces.Box)
         and len(action_space.shape) == 1
+        and action_space.shape[0] > 0
         and action_space.dtype.kind == "f"  # rounded, a policy would hardly ever reach the bounds
-        and action_space.is_bounded()
         and (action_space.low < action_space.high).all()
+        and (np.abs([action_space.low, action_space.high]) < 1e38).all()  # their span is a float32
     )
     if "vectors" not in actions or not is_usable:
         advice = "a gymnasium.ActionWrapper can translate them (vectors: floats in finite bounds)"
@@ -295,6 +300,7 @@ def load_dataset(
             raise InputError(f"dataset {spec}: all episodes have the same return: do not normalise")
         reward_scale = reward_scale * 1000 / span
     fields["reward"] = (reward_scale * fields["reward"] + reward_shift).astype(np.float32)
+    check_finite(f"dataset {spec}: the reward, scaled and shifted,", fields["reward"])
     fields["action"] = normalize_action(fields["action"], env.action_space)
     fingerprint = 0
     for field in fields.values():
@@ -365,6 +371,14 @@ def cut_at_end(truncated: np.ndarray) -> np.ndarray:
     return np.append(truncated[:-1], True)
 
 
+def check_finite(label: str, column: np.ndarray) -> None:
+    """And not so large that sums of squares overflow in float32."""
+    is_fine = np.abs(column) < 1e15
+    is_fine = is_fine.reshape(len(column), -1).all(axis=1)
+    if not is_fine.all():
+        raise InputError(f"{label} is not finite in row {is_fine.argmin()}, or 1e15 and more")
+
+
 def validate(fields: dict[str, np.ndarray], env: gym.Env) -> dict[str, np.ndarray]:
     """One clear line for whatever is wrong; else the fields in our own shapes and types."""
     obs_shape, action_space = env.observation_space.shape, env.action_space
@@ -383,9 +397,10 @@ def validate(fields: dict[str, np.ndarray], env: gym.Env) -> dict[str, np.ndarra
             raise InputError(f"a row of {label} has shape {shape}, the environment's {expected}")
         with np.errstate(over="ignore"):  # what is too large for float32 becomes infinite
             fields[name] = np.ascontiguousarray(field.reshape(-1, *expected), np.float32)
-        finite = np.isfinite(fields[name]).all(axis=tuple(range(1, 1 + len(expected))))
-        if not finite.all():
-            raise InputError(f"{label} is not finite in row {finite.argmin()}")
+        check_finite(label, fields[name])
+    for name in ("terminated", "truncated"):
+        if not np.isin(fields.get(name, 0), (0, 1)).all():
+            raise InputError(f"{NAMES[name][0]} must be 0 or 1 in every row")
 
     action, is_discrete = fields["action"], isinstance(action_space, gym.spaces.Discrete)
     if is_discrete:
@@ -579,7 +594,7 @@ LIMITS = {  # of the flags that several scripts have; each script has its own be
     ">= 0": "warmup_updates learning_starts",
     ">= 1": "max_weight",
     "in (0, inf)": "learning_rate reward_scale",
-    "finite": "reward_shift target_entropy",
+    "finite": "reward_shift target_entropy target_return",
     "in [0, inf)": "alpha policy_entropy_coef",
     "in [0, 1)": "gamma",
     "in (0, 1]": "tau",
@@ -655,12 +670,13 @@ def main(
 
 def whole_numbers(words: list[str], args_type: type) -> list[str]:
     """1e6 is a number of steps, too."""
-    types = {f"--{x.name}": (x.type, *get_args(x.type)) for x in fields(args_type)}
-    for i, (flag, word) in enumerate(pairwise(words)):
-        is_count = int in types.get(f"--{flag[2:].replace('-', '_')}", ())
-        is_power = re.fullmatch(r"\d+(\.\d+)?[eE]\+?\d+", word)
-        if is_count and is_power and float(word).is_integer():
-            words[i + 1] = str(int(float(word)))
+    counts = [f"__{x.name}" for x in fields(args_type) if int in (x.type, *get_args(x.type))]
+    for i, word in enumerate(words):
+        flag, equals, number = word.rpartition("=")  # two words, or one
+        is_count = (flag or words[i - 1]).replace("-", "_") in counts
+        is_power = re.fullmatch(r"\d+(\.\d+)?[eE]\+?\d+", number)
+        if is_count and is_power and float(number).is_integer():
+            words[i] = f"{flag}{equals}{int(float(number))}"
     return words
 
 
@@ -689,6 +705,8 @@ def check_flags(args: Any, limits: dict[str, str]) -> None:
         value = getattr(args, name, None)
         if value and not args.evaluate:
             raise InputError(f"{name} must be used with --evaluate, got {value}")
+        if value and os.path.abspath(str(value)) == os.path.abspath(args.evaluate):
+            raise InputError(f"{name} must be another file than the checkpoint, got {value}")
 
 
 def check_unchanged(args: Any, saved: dict, may_change: str, mode: str) -> None:
@@ -820,7 +838,7 @@ class Run:
             check_unchanged(self.args, self.saved["args"], RESUME_MAY_CHANGE, "--resume")
             if "log_position" not in self.saved:
                 raise InputError(f"{path} is a best.pt: it acts, but it cannot be resumed")
-        elif os.path.exists(path):
+        elif os.path.exists(path) or os.path.exists(f"{self.folder}/best.pt"):
             raise InputError(f"{self.folder} holds a run: --resume it, or give another --run-dir")
 
     def check_replay(self, obs: np.ndarray) -> None:
@@ -967,6 +985,7 @@ class Run:
     def evaluate(self, policy: Policy, acting: dict, make_env: MakeEnv = make_env) -> None:
         """The best so far is kept in best.pt: the parts that act. An early stop is decided here."""
         args, names = self.args, ("mean", "std", "min", "max")
+        self.check_networks(acting)
         episodes = (policy, args.env_id, args.eval_episodes, args.eval_seed)
         returns = evaluate(*episodes, make_env=make_env)
         mean = self.last_eval = returns.mean().item()
@@ -989,8 +1008,17 @@ class Run:
         elif args.patience is not None and self.evals_since_best >= args.patience:
             self.reason = f"the last {args.patience} evaluations were not better"
 
+    def check_networks(self, parts: dict[str, Any]) -> None:
+        """The next loss that is logged may be far away: no checkpoint is lost to NaN till then."""
+        for name, part in parts.items():
+            weights = part.parameters() if isinstance(part, torch.nn.Module) else ()
+            if not all(x.isfinite().all() for x in weights):
+                message = f"{name} is not finite at {self.unit} {self.step}: it diverged"
+                raise InputError(f"{message}; lower --learning-rate")
+
     def save(self, parts: dict[str, Any]) -> None:
         """checkpoint.pt: the parts, and where the run is."""
+        self.check_networks(parts)
         position = {"step": self.step, "seconds": self.seconds(), "num_bytes": self.file.tell()}
         place = {"best_return": self.best_return, "evals_since_best": self.evals_since_best}
         place["log_position"] = position | {"last_eval": self.last_eval}
