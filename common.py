@@ -47,6 +47,7 @@ MakeEnv = Callable[..., gym.Env]  # of an id and keywords; a script may wrap its
 
 SHIPPED = Path(__file__).resolve().parent / "benchmark" / "data"  # <env id>.npz, found by `auto`
 RANDOM_STEPS = 100_000  # what `random` stands for
+LARGE = 1e15  # numbers of a dataset are smaller, so that no sum of squares overflows in float32
 MAX_EPISODE_STEPS = 30_000  # then an evaluation cuts it off: Atari's episodes end after 27,000
 RECORD_SEEDS = 1_000_000  # from here on, seeds of recorded episodes, which no evaluation has
 
@@ -135,8 +136,7 @@ def make_env(env_id: str, **kwargs) -> gym.Env:
 def check_spaces(
     env: gym.Env, actions: str = "vectors or discrete", images: bool = False
 ) -> tuple[tuple[int, ...], int, bool]:
-    """-> the shape of observations, A, and whether actions are discrete; if they are of a kind that
-    the algorithm knows."""
+    """-> shape of observations, A, whether actions are discrete; a clear line on other spaces."""
     obs_space, action_space, env_id = env.observation_space, env.action_space, env.spec.id
     is_box, shape = isinstance(obs_space, gym.spaces.Box), obs_space.shape
     is_image = images and is_box and len(shape) == 3 and obs_space.dtype == np.uint8
@@ -241,9 +241,9 @@ class Dataset:
         return len(self.reward)
 
     def __str__(self) -> str:
-        episodes = f"{len(self.episode_returns)} episodes"
-        mean = f"mean return {self.episode_returns.mean():.1f}"
-        return f"{len(self):,} transitions of {self.source}, {episodes}, {mean}"
+        returns = self.episode_returns
+        episodes = f"{len(returns)} episodes, mean return {returns.mean():.1f}"
+        return f"{len(self):,} transitions of {self.source}, {episodes}"
 
     def standardize(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Observations become (obs - mean) / std, in place: a large dataset is held once.
@@ -284,7 +284,10 @@ def load_dataset(
             fields = read_npz(spec)
         else:
             raise InputError("expected auto, random, random:N with N > 0, PATH.npz or minari:ID")
-        fields, num_found = find_cuts(validate(fields, env))
+        validate(fields, env)
+        if "next_obs" not in fields:
+            fields = add_next_obs(fields)
+        fields, num_found = find_cuts(fields)
 
     done = fields["terminated"] | fields["truncated"]
     first_row = np.flatnonzero(np.append(True, done[:-1]))  # of each episode
@@ -300,15 +303,13 @@ def load_dataset(
             raise InputError(f"dataset {spec}: all episodes have the same return: do not normalise")
         reward_scale = reward_scale * 1000 / span
     fields["reward"] = (reward_scale * fields["reward"] + reward_shift).astype(np.float32)
-    check_finite(f"dataset {spec}: the reward, scaled and shifted,", fields["reward"])
+    complaint = f"dataset {spec}: rewards, scaled and shifted, is not finite"
+    check_rows(np.abs(fields["reward"]) < LARGE, fields["reward"], complaint)
     fields["action"] = normalize_action(fields["action"], env.action_space)
     fingerprint = 0
     for field in fields.values():
         fingerprint = zlib.crc32(field, fingerprint)
-    tensors = {name: torch.from_numpy(field) for name, field in fields.items()}
-    return Dataset(
-        **tensors, episode_returns=episode_returns, source=source, fingerprint=fingerprint
-    )
+    return Dataset(*map(torch.from_numpy, fields.values()), episode_returns, source, fingerprint)
 
 
 def random_steps(env: gym.Env, num_steps: int, seed: int) -> dict[str, np.ndarray]:
@@ -321,13 +322,12 @@ def random_steps(env: gym.Env, num_steps: int, seed: int) -> dict[str, np.ndarra
         actions = rng.integers(space.start, space.start + space.n, num_steps)
 
     rows = []
-    obs = np.array(env.reset(seed=seed)[0])
+    obs, _ = env.reset(seed=seed)
     for action in actions:
         next_obs, reward, terminated, truncated, info = env.step(action)
         action = info.get("played_action", action)  # FirstFire may have played another
-        next_obs = np.array(next_obs)  # a copy: some environments write into one buffer
         rows.append((obs, action, reward, next_obs, terminated, truncated))
-        obs = np.array(env.reset()[0]) if terminated or truncated else next_obs
+        obs = env.reset()[0] if terminated or truncated else next_obs
     return {name: np.stack(column) for name, column in zip(NAMES, zip(*rows))}
 
 
@@ -371,18 +371,17 @@ def cut_at_end(truncated: np.ndarray) -> np.ndarray:
     return np.append(truncated[:-1], True)
 
 
-def check_finite(label: str, column: np.ndarray) -> None:
-    """And not so large that sums of squares overflow in float32."""
-    is_fine = np.abs(column) < 1e15
+def check_rows(is_fine: np.ndarray, column: np.ndarray, complaint: str) -> None:
     is_fine = is_fine.reshape(len(column), -1).all(axis=1)
     if not is_fine.all():
-        raise InputError(f"{label} is not finite in row {is_fine.argmin()}, or 1e15 and more")
+        row = is_fine.argmin()
+        raise InputError(f"{complaint} in row {row}: {one_line(column[row])[:100]}")
 
 
-def validate(fields: dict[str, np.ndarray], env: gym.Env) -> dict[str, np.ndarray]:
-    """One clear line for whatever is wrong; else the fields in our own shapes and types."""
-    obs_shape, action_space = env.observation_space.shape, env.action_space
-    row_shapes = {"obs": obs_shape, "next_obs": obs_shape, "action": action_space.shape}
+def validate(fields: dict[str, np.ndarray], env: gym.Env) -> None:
+    """One clear line for whatever is wrong; else the fields get our own shapes and types."""
+    obs_shape, space = env.observation_space.shape, env.action_space
+    row_shapes = {"obs": obs_shape, "next_obs": obs_shape, "action": space.shape}
     num_rows = len(fields["action"])
     if num_rows == 0:
         raise InputError("it has no rows")
@@ -397,72 +396,58 @@ def validate(fields: dict[str, np.ndarray], env: gym.Env) -> dict[str, np.ndarra
             raise InputError(f"a row of {label} has shape {shape}, the environment's {expected}")
         with np.errstate(over="ignore"):  # what is too large for float32 becomes infinite
             fields[name] = np.ascontiguousarray(field.reshape(-1, *expected), np.float32)
-        check_finite(label, fields[name])
-    for name in ("terminated", "truncated"):
-        if not np.isin(fields.get(name, 0), (0, 1)).all():
-            raise InputError(f"{NAMES[name][0]} must be 0 or 1 in every row")
+        check_rows(np.abs(fields[name]) < LARGE, fields[name], f"{label} is not finite")
+        if name in ("terminated", "truncated"):
+            check_rows(np.isin(field, (0, 1)), field, f"{label} is neither 0 nor 1")
+            fields[name] = fields[name].astype(bool)
 
-    action, is_discrete = fields["action"], isinstance(action_space, gym.spaces.Discrete)
-    if is_discrete:
-        low, high = action_space.start, action_space.start + action_space.n - 1
+    action = fields["action"]
+    if isinstance(space, gym.spaces.Discrete):
+        low, high, slack = space.start, space.start + space.n - 1, 0
+        fields["action"] = action.round().clip(low, high).astype(int)
     else:
-        low, high = action_space.low, action_space.high
-    slack = 1e-4 * (high - low)  # float32 rounding of someone else's scaling
-    inside = (action >= low - slack) & (action <= high + slack)
-    if is_discrete:
-        inside &= action == np.round(action)
-    inside = inside.reshape(num_rows, -1).all(axis=1)
-    if not inside.all():
-        row = inside.argmin()
-        where = f"action {action[row]} in row {row} is not in {low} to {high} of {env.spec.id}"
-        raise InputError(one_line(f"{where} (actions are in the environment's own units)"))
-    action = action.clip(low, high).astype(int if is_discrete else np.float32)
-    return fields | {"action": action, "terminated": fields["terminated"].astype(bool)}
+        low, high = space.low, space.high
+        slack = 1e-4 * (high - low)  # float32 rounding of someone else's scaling
+        fields["action"] = action.clip(low, high).astype(np.float32)
+    complaint = one_line(f"actions, in the units of {env.spec.id}, is not in {low} to {high}")
+    check_rows(np.abs(action - fields["action"]) <= slack, action, complaint)
 
 
-def find_cuts(fields: dict[str, np.ndarray]) -> tuple[dict[str, np.ndarray], int]:
-    """Terminated wins if both flags are set. The end of the file is a cut, too, and so is a row
-    that does not lead to where the next one starts: these have no flag, and are counted."""
-    terminated, cuts_known = fields["terminated"], "truncated" in fields
-    truncated = fields.get("truncated", np.zeros(len(terminated))).astype(bool)
-    num_found = 0
-    if "next_obs" in fields:
-        is_close = np.isclose(fields["obs"][1:], fields["next_obs"][:-1], rtol=1e-4, atol=1e-5)
-        found = ~(is_close.all(axis=1) | terminated[:-1] | truncated[:-1])
-        truncated[:-1] |= found
-        num_found = found.sum()
-    fields = fields | {"truncated": cut_at_end(truncated) & ~terminated}
-    if "next_obs" not in fields:
-        fields = add_next_obs(fields, cuts_known)
-    return {name: fields[name] for name in NAMES}, num_found
-
-
-def add_next_obs(fields: dict[str, np.ndarray], cuts_known: bool) -> dict[str, np.ndarray]:
+def add_next_obs(fields: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Two layouts leave next_obs out.
 
     Minari-like: an episode of T steps has T + 1 observations, so nothing is missing.
     D4RL-like: as many observations as actions. The successor of an episode's last step was not
     stored. A terminated row never looks at it; a truncated one would, so that row is dropped.
     """
-    obs, terminated, truncated = fields["obs"], fields["terminated"], fields["truncated"]
-    num_rows = len(terminated)
-    last_row = np.flatnonzero(terminated | truncated)  # of each episode
-    if len(obs) == num_rows + len(last_row):
-        row = np.arange(num_rows)
+    obs, terminated = fields["obs"], fields["terminated"]
+    truncated = cut_at_end(fields.get("truncated", terminated)) & ~terminated
+    row, last_row = np.arange(len(terminated)), np.flatnonzero(terminated | truncated)
+    if len(obs) == len(row) + len(last_row):
         row += np.searchsorted(last_row, row)  # one final observation for each episode before
         return fields | {"obs": obs[row], "next_obs": obs[row + 1]}
-    if not cuts_known:
+    if "truncated" not in fields:
         raise InputError("it has neither next_observations nor truncations: no one knows its cuts")
-    if len(obs) != num_rows:
-        expected = f"{num_rows}, or {num_rows + len(last_row)} with the last one of each episode"
+    if len(obs) != len(row):
+        expected = f"{len(row)}, or {len(row) + len(last_row)} with the last one of each episode"
         raise InputError(f"observations has {len(obs)} rows; expected {expected}")
-    keep = ~truncated
-    if not keep.any():
+    if truncated.all():
         raise InputError("it has no next_observations and no episode of 2 steps")
     next_obs = np.append(obs[1:], obs[-1:], axis=0)
-    cut_before = np.append(truncated[1:], False) & ~terminated
-    fields = fields | {"next_obs": next_obs, "truncated": cut_before}
-    return {name: field[keep] for name, field in fields.items()}
+    fields = fields | {"next_obs": next_obs, "truncated": np.append(truncated[1:], False)}
+    return {name: field[~truncated] for name, field in fields.items()}
+
+
+def find_cuts(fields: dict[str, np.ndarray]) -> tuple[dict[str, np.ndarray], int]:
+    """Terminated wins if both flags are set. The end of the file is a cut, too, and so is a row
+    that does not lead to where the next one starts: these have no flag, and are counted."""
+    obs, next_obs, terminated = fields["obs"], fields["next_obs"], fields["terminated"]
+    done = terminated | cut_at_end(fields.get("truncated", terminated))
+    joins = np.isclose(obs[1:], next_obs[:-1], rtol=1e-4, atol=1e-5).all(axis=1)
+    found = ~done[:-1] & ~joins
+    done[:-1] |= found
+    fields = fields | {"truncated": done & ~terminated}
+    return {name: fields[name] for name in NAMES}, found.sum()
 
 
 def returns_to_go(
@@ -511,8 +496,7 @@ def evaluate(
     if hasattr(policy, "reset"):  # it remembers
         policy.reset()
     envs = [make_env(env_id) for _ in range(episodes)]
-    starts = [env.reset(seed=seed + i)[0] for i, env in enumerate(envs)]
-    obs = np.stack(starts).astype(envs[0].observation_space.dtype)  # [E, O]
+    obs = np.stack([env.reset(seed=seed + i)[0] for i, env in enumerate(envs)])  # [E, O]
     returns, running, num_steps = np.zeros(episodes), np.ones(episodes, dtype=bool), 0
     while running.any() and num_steps < MAX_EPISODE_STEPS:
         num_steps += 1
@@ -521,8 +505,7 @@ def evaluate(
             next_obs, reward, terminated, truncated, info = envs[i].step(action[i])
             if rows is not None:
                 played = info.get("played_action", action[i])  # FirstFire may have played another
-                transition = (obs[i].copy(), played, reward, np.array(next_obs))
-                rows[i].append((*transition, terminated, truncated))
+                rows[i].append((obs[i].copy(), played, reward, next_obs, terminated, truncated))
             obs[i] = next_obs
             returns[i] += reward
             running[i] = not (terminated or truncated)
@@ -612,10 +595,8 @@ RESUME_MAY_CHANGE = (  # the dataset may lie elsewhere now: its fingerprint must
     "target_return patience quiet resume dataset run_dir track"
 )
 WITH_EVALUATE = "record record_replay capture_video plot"  # flags that mean nothing without it
-NEVER_SAVED = f"{WITH_EVALUATE} resume evaluate quiet run_dir"
-EVALUATE_MAY_CHANGE = (
-    f"{WITH_EVALUATE} evaluate eval_episodes eval_seed quiet device torch_threads run_dir"
-)
+OF_ONE_CALL = f"{WITH_EVALUATE} resume evaluate quiet run_dir"  # not taken over from a checkpoint
+EVALUATE_MAY_CHANGE = f"{OF_ONE_CALL} eval_episodes eval_seed device torch_threads"
 
 
 def main(
@@ -648,7 +629,7 @@ def main(
                 trust = f"if you trust it, give --env-id {saved['env_id']} again"
                 raise InputError(f"{path} names a module of its own, to be imported: {trust}")
             # what writes files is taken from the command line alone
-            saved = {name: x for name, x in saved.items() if name not in NEVER_SAVED.split()}
+            saved = {name: x for name, x in saved.items() if name not in OF_ONE_CALL.split()}
             args = tyro.cli(args_type, args=words, default=args_type(**saved))
         evaluation = evaluate or partial(evaluate_checkpoint, algo, load_policy)
         evaluation(args) if args.evaluate else train(args)
@@ -738,11 +719,8 @@ def lr_factor(update: int, total: int, schedule: str, warmup: int) -> float:
     if update <= warmup:
         return update / warmup
     progress = (update - 1 - warmup) / max(1, total - warmup)  # 0 at first, just below 1 at the end
-    if schedule == "linear":
-        return 1 - progress
-    if schedule == "cosine":
-        return 0.5 * (1 + math.cos(math.pi * progress))
-    return 1.0
+    cosine = 0.5 * (1 + math.cos(math.pi * progress))
+    return {"constant": 1.0, "linear": 1 - progress, "cosine": cosine}[schedule]
 
 
 def is_due(step: int, interval: int, stride: int = 1) -> bool:
@@ -901,21 +879,17 @@ class Run:
         self.csv = csv.writer(self.file)
         if self.file.tell() == 0:
             self.csv.writerow(["step", "seconds", "key", "value"])
-        self.tracker = self.start_wandb() if self.args.track else None
+        if self.args.track:  # it gets what TensorBoard gets, so it has to be there first
+            with told_in_one_line("--track needs a package and a login (pip install wandb)"):
+                import wandb
+
+                # beside the folder of the run: inside, every scalar would be read twice
+                place, name = os.path.split(os.path.abspath(self.folder))
+                wandb.init(name=name, config=asdict(self.args), dir=place, sync_tensorboard=True)
         purge_step = None if self.is_fresh else self.step + 1
         self.tensorboard = SummaryWriter(self.folder, purge_step=purge_step)
         if self.is_fresh:
             self.tensorboard.add_text("args", f"```\n{text}\n```")
-
-    def start_wandb(self) -> Any:
-        """Weights & Biases gets what TensorBoard gets, so it has to be there first. Its own files
-        lie beside the folder of the run: inside, every scalar would be read twice."""
-        with told_in_one_line("--track needs a package and a login (pip install wandb)"):
-            import wandb
-
-            parent, name = os.path.split(os.path.abspath(self.folder))
-            config = asdict(self.args)
-            return wandb.init(name=name, config=config, dir=parent, sync_tensorboard=True)
 
     def seconds(self) -> float:
         return time.perf_counter() - self.clock
@@ -1010,11 +984,10 @@ class Run:
 
     def check_networks(self, parts: dict[str, Any]) -> None:
         """The next loss that is logged may be far away: no checkpoint is lost to NaN till then."""
-        for name, part in parts.items():
-            weights = part.parameters() if isinstance(part, torch.nn.Module) else ()
-            if not all(x.isfinite().all() for x in weights):
-                message = f"{name} is not finite at {self.unit} {self.step}: it diverged"
-                raise InputError(f"{message}; lower --learning-rate")
+        networks = [part for part in parts.values() if isinstance(part, torch.nn.Module)]
+        if not all(x.isfinite().all() for network in networks for x in network.parameters()):
+            message = f"a network is not finite at {self.unit} {self.step}: it diverged"
+            raise InputError(f"{message}; lower --learning-rate")
 
     def save(self, parts: dict[str, Any]) -> None:
         """checkpoint.pt: the parts, and where the run is."""
@@ -1043,8 +1016,8 @@ class Run:
         self.say(f"evaluate: {command} --evaluate {folder}/{saved}")
         for log in (self.bar, self.file, self.tensorboard):
             log.close()
-        if self.tracker:
-            self.tracker.finish()
+        if self.args.track:
+            sys.modules["wandb"].finish()
         if self.reason.endswith("was received"):
             raise Stopped(self.signal)
         result = {"eval/return_mean": self.last_eval, "eval/best_return": self.best_return}

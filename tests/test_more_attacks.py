@@ -166,14 +166,16 @@ def test_flags_of_a_dataset_are_0_or_1(tiny, run, probe_data, tmp_path, value):
         arrays = dict(file)
     arrays["terminations"] = np.where(arrays["terminations"], value, 0)
     np.savez(tmp_path / "d.npz", **arrays)
-    assert "terminations must be" in one_line(run, *with_flag(tiny, dataset=f"{tmp_path}/d.npz"))
+    assert "terminations is neither 0 nor 1 in row 9" in one_line(
+        run, *with_flag(tiny, dataset=f"{tmp_path}/d.npz")
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "factor", "line"),
     [
-        ("observations", 1e38, "observations is not finite in row 0, or 1e15 and more"),
-        ("rewards", 1e14, "the reward, scaled and shifted, is not finite in row 0"),
+        ("observations", 1e38, "observations is not finite in row 0: [1.e+38]"),
+        ("rewards", 1e14, "rewards, scaled and shifted, is not finite in row 0: 1e+16"),
     ],
 )
 def test_numbers_that_overflow_on_the_way_in(tiny, run, probe_data, tmp_path, name, factor, line):
