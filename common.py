@@ -822,8 +822,7 @@ class Run:
     def check_replay(self, obs: np.ndarray) -> None:
         """A resumed run is to be where it was, after the actions that start_episode played."""
         if self.saved and not np.array_equal(obs, self.saved["current_obs"]):
-            env_id = self.args.env_id
-            raise InputError(f"{env_id} plays another episode from the same seed: no resume")
+            raise InputError("the environment plays another episode from the same seed: no resume")
 
     def start(self, total: int, parts: dict[str, Any], about: str, first_step: int = 0) -> None:
         """Everything is built: give the parts of a resumed run their state, and open the logs."""

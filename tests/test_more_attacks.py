@@ -7,7 +7,7 @@ from pathlib import Path
 import gymnasium as gym
 import numpy as np
 import pytest
-from conftest import as_flags, load
+from conftest import CLONING, as_flags, load
 
 import common
 from algos import crr, gail
@@ -133,10 +133,14 @@ def test_an_empty_name_of_a_record(tiny, run):
     one_line(run, "--evaluate", f"{tiny.run_dir}/best.pt", "--record", "")
 
 
-def test_a_run_that_diverged_between_two_log_entries_is_told(tiny, run):
+@pytest.mark.parametrize(
+    ("more", "step"), [({}, 10), (CLONING["crr"], 10), ({"checkpoint_interval": 5}, 5)]
+)
+def test_a_run_that_diverged_between_two_log_entries_is_told(tiny, run, more, step):
     """It ended with code 0 and networks of NaN; on Pendulum the line blamed the environment."""
-    flags = with_flag(tiny, learning_rate=1e30, log_interval=10**6)
-    assert "it diverged" in one_line(run, *flags)
+    flags = with_flag(tiny, learning_rate=1e30, log_interval=10**6, **more)
+    assert f"is not finite at update {step}: it diverged" in one_line(run, *flags)
+    assert not Path(tiny.run_dir, "checkpoint.pt").exists()
 
 
 # ---- files
