@@ -314,8 +314,7 @@ def load_dataset(
 
 def random_steps(env: gym.Env, num_steps: int, seed: int) -> dict[str, np.ndarray]:
     """A uniform random policy, run on the spot."""
-    space = env.action_space
-    rng = np.random.default_rng(seed)
+    space, rng = env.action_space, np.random.default_rng(seed)
     if isinstance(space, gym.spaces.Box):
         actions = rng.uniform(space.low, space.high, (num_steps, *space.shape)).astype(space.dtype)
     else:
@@ -903,9 +902,8 @@ class Run:
                 self.signal = self.signal or signal.SIGTERM
 
     def steps(self, stride: int = 1) -> Iterator[int]:
-        """Until the budget is spent, or evaluate() finds a reason to stop. Ctrl-C and SIGTERM are
-        noted, so that they tear nothing apart: the next step is the last. A second one has its
-        usual effect."""
+        """Until the budget is spent, or evaluate() finds a reason to stop. Ctrl-C and SIGTERM make
+        the next step the last, and tear nothing apart. A second one has its usual effect."""
         in_main_thread = threading.current_thread() is threading.main_thread()  # Python's condition
         noted = [x for x in signal.Signals if x.name in ("SIGINT", "SIGTERM", "SIGHUP")]
         noted = [x for x in noted if signal.getsignal(x) != signal.SIG_IGN]  # by nohup
