@@ -33,7 +33,6 @@ from copy import deepcopy
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import datetime
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, get_args, get_origin
 
@@ -48,6 +47,7 @@ MakeEnv = Callable[..., gym.Env]  # of an id and keywords; a script may wrap its
 
 SHIPPED = Path(__file__).resolve().parent / "benchmark" / "data"  # <env id>.npz, found by `auto`
 RANDOM_STEPS = 100_000  # what `random` stands for
+LARGE = 1e15  # numbers of a dataset are smaller, so that no sum of squares overflows in float32
 MAX_EPISODE_STEPS = 30_000  # then an evaluation cuts it off: Atari's episodes end after 27,000
 RECORD_SEEDS = 1_000_000  # from here on, seeds of recorded episodes, which no evaluation has
 
@@ -92,14 +92,14 @@ def told_in_one_line(what: str, with_place: bool = False) -> Iterator[None]:
 
 
 class Checked(gym.Wrapper):
-    """What an environment does wrong is said in one line, with the place. Rewards become floats."""
+    """What an environment does wrong is said in one line, with the place. Observations get the type
+    that their space names, rewards become floats, and ends bools."""
 
     def reset(self, **kwargs):
         self.num_steps = 0
         with self.told("reset"):
             obs, info = self.env.reset(**kwargs)
-            self.check(obs)
-        return obs, info
+            return self.checked(obs), info
 
     def step(self, action):
         self.num_steps += 1
@@ -108,13 +108,18 @@ class Checked(gym.Wrapper):
             reward = float(np.asarray(reward).item())
             if not math.isfinite(reward):
                 raise ValueError(f"the reward is {reward}")
-            self.check(obs)
-        return obs, reward, terminated, truncated, info
+            return self.checked(obs), reward, bool(terminated), bool(truncated), dict(info)
 
-    def check(self, obs: Any) -> None:
-        shape = self.observation_space.shape
-        if shape and not (np.shape(obs) == shape and np.isfinite(obs).all()):
-            raise ValueError(f"an observation must be finite, of shape {shape}, not {obs}")
+    def checked(self, obs: Any) -> Any:
+        space = self.observation_space
+        if not isinstance(space, gym.spaces.Box):  # Dreamer looks at what is rendered
+            return obs
+        with np.errstate(over="ignore"):  # what is too large for its type becomes infinite
+            # a copy: some environments write into one buffer. Floats are not cut to integers
+            obs = np.array(obs).astype(space.dtype, casting="same_kind", copy=False)
+        if obs.shape != space.shape or not np.isfinite(obs).all():
+            raise ValueError(f"an observation must be finite, of shape {space.shape}, not {obs}")
+        return obs
 
     def told(self, where: str) -> contextlib.AbstractContextManager:
         return told_in_one_line(f"the environment {self.spec.id} fails in {where}", with_place=True)
@@ -131,12 +136,11 @@ def make_env(env_id: str, **kwargs) -> gym.Env:
 def check_spaces(
     env: gym.Env, actions: str = "vectors or discrete", images: bool = False
 ) -> tuple[tuple[int, ...], int, bool]:
-    """-> the shape of observations, A, and whether actions are discrete; if they are of a kind that
-    the algorithm knows."""
+    """-> shape of observations, A, whether actions are discrete; a clear line on other spaces."""
     obs_space, action_space, env_id = env.observation_space, env.action_space, env.spec.id
     is_box, shape = isinstance(obs_space, gym.spaces.Box), obs_space.shape
     is_image = images and is_box and len(shape) == 3 and obs_space.dtype == np.uint8
-    if not is_image and not (is_box and len(shape) == 1):
+    if not is_image and not (is_box and len(shape) == 1 and shape[0] > 0):
         kinds = "vectors or uint8 images" if images else "vectors"
         advice = "wrap it in gymnasium.wrappers.FlattenObservation"
         raise InputError(f"{env_id}: observations must be {kinds}, not {obs_space}; {advice}")
@@ -145,9 +149,10 @@ def check_spaces(
     is_usable = (
         isinstance(action_space, gym.spaces.Box)
         and len(action_space.shape) == 1
+        and action_space.shape[0] > 0
         and action_space.dtype.kind == "f"  # rounded, a policy would hardly ever reach the bounds
-        and action_space.is_bounded()
         and (action_space.low < action_space.high).all()
+        and (np.abs([action_space.low, action_space.high]) < 1e38).all()  # their span is a float32
     )
     if "vectors" not in actions or not is_usable:
         advice = "a gymnasium.ActionWrapper can translate them (vectors: floats in finite bounds)"
@@ -236,9 +241,9 @@ class Dataset:
         return len(self.reward)
 
     def __str__(self) -> str:
-        episodes = f"{len(self.episode_returns)} episodes"
-        mean = f"mean return {self.episode_returns.mean():.1f}"
-        return f"{len(self):,} transitions of {self.source}, {episodes}, {mean}"
+        returns = self.episode_returns
+        episodes = f"{len(returns)} episodes, mean return {returns.mean():.1f}"
+        return f"{len(self):,} transitions of {self.source}, {episodes}"
 
     def standardize(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Observations become (obs - mean) / std, in place: a large dataset is held once.
@@ -279,7 +284,10 @@ def load_dataset(
             fields = read_npz(spec)
         else:
             raise InputError("expected auto, random, random:N with N > 0, PATH.npz or minari:ID")
-        fields, num_found = find_cuts(validate(fields, env))
+        validate(fields, env)
+        if "next_obs" not in fields:
+            fields = add_next_obs(fields)
+        fields, num_found = find_cuts(fields)
 
     done = fields["terminated"] | fields["truncated"]
     first_row = np.flatnonzero(np.append(True, done[:-1]))  # of each episode
@@ -295,33 +303,30 @@ def load_dataset(
             raise InputError(f"dataset {spec}: all episodes have the same return: do not normalise")
         reward_scale = reward_scale * 1000 / span
     fields["reward"] = (reward_scale * fields["reward"] + reward_shift).astype(np.float32)
+    complaint = f"dataset {spec}: rewards, scaled and shifted, is not finite"
+    check_rows(np.abs(fields["reward"]) < LARGE, fields["reward"], complaint)
     fields["action"] = normalize_action(fields["action"], env.action_space)
     fingerprint = 0
     for field in fields.values():
         fingerprint = zlib.crc32(field, fingerprint)
-    tensors = {name: torch.from_numpy(field) for name, field in fields.items()}
-    return Dataset(
-        **tensors, episode_returns=episode_returns, source=source, fingerprint=fingerprint
-    )
+    return Dataset(*map(torch.from_numpy, fields.values()), episode_returns, source, fingerprint)
 
 
 def random_steps(env: gym.Env, num_steps: int, seed: int) -> dict[str, np.ndarray]:
     """A uniform random policy, run on the spot."""
-    space = env.action_space
-    rng = np.random.default_rng(seed)
+    space, rng = env.action_space, np.random.default_rng(seed)
     if isinstance(space, gym.spaces.Box):
         actions = rng.uniform(space.low, space.high, (num_steps, *space.shape)).astype(space.dtype)
     else:
         actions = rng.integers(space.start, space.start + space.n, num_steps)
 
     rows = []
-    obs = np.array(env.reset(seed=seed)[0])
+    obs, _ = env.reset(seed=seed)
     for action in actions:
         next_obs, reward, terminated, truncated, info = env.step(action)
         action = info.get("played_action", action)  # FirstFire may have played another
-        next_obs = np.array(next_obs)  # a copy: some environments write into one buffer
         rows.append((obs, action, reward, next_obs, terminated, truncated))
-        obs = np.array(env.reset()[0]) if terminated or truncated else next_obs
+        obs = env.reset()[0] if terminated or truncated else next_obs
     return {name: np.stack(column) for name, column in zip(NAMES, zip(*rows))}
 
 
@@ -365,10 +370,17 @@ def cut_at_end(truncated: np.ndarray) -> np.ndarray:
     return np.append(truncated[:-1], True)
 
 
-def validate(fields: dict[str, np.ndarray], env: gym.Env) -> dict[str, np.ndarray]:
-    """One clear line for whatever is wrong; else the fields in our own shapes and types."""
-    obs_shape, action_space = env.observation_space.shape, env.action_space
-    row_shapes = {"obs": obs_shape, "next_obs": obs_shape, "action": action_space.shape}
+def check_rows(is_fine: np.ndarray, column: np.ndarray, complaint: str) -> None:
+    is_fine = is_fine.reshape(len(column), -1).all(axis=1)
+    if not is_fine.all():
+        row = is_fine.argmin()
+        raise InputError(f"{complaint} in row {row}: {one_line(column[row])[:100]}")
+
+
+def validate(fields: dict[str, np.ndarray], env: gym.Env) -> None:
+    """One clear line for whatever is wrong; else the fields get our own shapes and types."""
+    obs_shape, space = env.observation_space.shape, env.action_space
+    row_shapes = {"obs": obs_shape, "next_obs": obs_shape, "action": space.shape}
     num_rows = len(fields["action"])
     if num_rows == 0:
         raise InputError("it has no rows")
@@ -383,71 +395,58 @@ def validate(fields: dict[str, np.ndarray], env: gym.Env) -> dict[str, np.ndarra
             raise InputError(f"a row of {label} has shape {shape}, the environment's {expected}")
         with np.errstate(over="ignore"):  # what is too large for float32 becomes infinite
             fields[name] = np.ascontiguousarray(field.reshape(-1, *expected), np.float32)
-        finite = np.isfinite(fields[name]).all(axis=tuple(range(1, 1 + len(expected))))
-        if not finite.all():
-            raise InputError(f"{label} is not finite in row {finite.argmin()}")
+        check_rows(np.abs(fields[name]) < LARGE, fields[name], f"{label} is not finite")
+        if name in ("terminated", "truncated"):
+            check_rows(np.isin(field, (0, 1)), field, f"{label} is neither 0 nor 1")
+            fields[name] = fields[name].astype(bool)
 
-    action, is_discrete = fields["action"], isinstance(action_space, gym.spaces.Discrete)
-    if is_discrete:
-        low, high = action_space.start, action_space.start + action_space.n - 1
+    action = fields["action"]
+    if isinstance(space, gym.spaces.Discrete):
+        low, high, slack = space.start, space.start + space.n - 1, 0
+        fields["action"] = action.round().clip(low, high).astype(int)
     else:
-        low, high = action_space.low, action_space.high
-    slack = 1e-4 * (high - low)  # float32 rounding of someone else's scaling
-    inside = (action >= low - slack) & (action <= high + slack)
-    if is_discrete:
-        inside &= action == np.round(action)
-    inside = inside.reshape(num_rows, -1).all(axis=1)
-    if not inside.all():
-        row = inside.argmin()
-        where = f"action {action[row]} in row {row} is not in {low} to {high} of {env.spec.id}"
-        raise InputError(one_line(f"{where} (actions are in the environment's own units)"))
-    action = action.clip(low, high).astype(int if is_discrete else np.float32)
-    return fields | {"action": action, "terminated": fields["terminated"].astype(bool)}
+        low, high = space.low, space.high
+        slack = 1e-4 * (high - low)  # float32 rounding of someone else's scaling
+        fields["action"] = action.clip(low, high).astype(np.float32)
+    complaint = one_line(f"actions, in the units of {env.spec.id}, is not in {low} to {high}")
+    check_rows(np.abs(action - fields["action"]) <= slack, action, complaint)
 
 
-def find_cuts(fields: dict[str, np.ndarray]) -> tuple[dict[str, np.ndarray], int]:
-    """Terminated wins if both flags are set. The end of the file is a cut, too, and so is a row
-    that does not lead to where the next one starts: these have no flag, and are counted."""
-    terminated, cuts_known = fields["terminated"], "truncated" in fields
-    truncated = fields.get("truncated", np.zeros(len(terminated))).astype(bool)
-    num_found = 0
-    if "next_obs" in fields:
-        is_close = np.isclose(fields["obs"][1:], fields["next_obs"][:-1], rtol=1e-4, atol=1e-5)
-        found = ~(is_close.all(axis=1) | terminated[:-1] | truncated[:-1])
-        truncated[:-1] |= found
-        num_found = found.sum()
-    fields = fields | {"truncated": cut_at_end(truncated) & ~terminated}
-    if "next_obs" not in fields:
-        fields = add_next_obs(fields, cuts_known)
-    return {name: fields[name] for name in NAMES}, num_found
-
-
-def add_next_obs(fields: dict[str, np.ndarray], cuts_known: bool) -> dict[str, np.ndarray]:
+def add_next_obs(fields: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Two layouts leave next_obs out.
 
     Minari-like: an episode of T steps has T + 1 observations, so nothing is missing.
     D4RL-like: as many observations as actions. The successor of an episode's last step was not
     stored. A terminated row never looks at it; a truncated one would, so that row is dropped.
     """
-    obs, terminated, truncated = fields["obs"], fields["terminated"], fields["truncated"]
-    num_rows = len(terminated)
-    last_row = np.flatnonzero(terminated | truncated)  # of each episode
-    if len(obs) == num_rows + len(last_row):
-        row = np.arange(num_rows)
+    obs, terminated = fields["obs"], fields["terminated"]
+    truncated = cut_at_end(fields.get("truncated", terminated)) & ~terminated
+    row, last_row = np.arange(len(terminated)), np.flatnonzero(terminated | truncated)
+    if len(obs) == len(row) + len(last_row):
         row += np.searchsorted(last_row, row)  # one final observation for each episode before
         return fields | {"obs": obs[row], "next_obs": obs[row + 1]}
-    if not cuts_known:
+    if "truncated" not in fields:
         raise InputError("it has neither next_observations nor truncations: no one knows its cuts")
-    if len(obs) != num_rows:
-        expected = f"{num_rows}, or {num_rows + len(last_row)} with the last one of each episode"
+    if len(obs) != len(row):
+        expected = f"{len(row)}, or {len(row) + len(last_row)} with the last one of each episode"
         raise InputError(f"observations has {len(obs)} rows; expected {expected}")
-    keep = ~truncated
-    if not keep.any():
+    if truncated.all():
         raise InputError("it has no next_observations and no episode of 2 steps")
     next_obs = np.append(obs[1:], obs[-1:], axis=0)
-    cut_before = np.append(truncated[1:], False) & ~terminated
-    fields = fields | {"next_obs": next_obs, "truncated": cut_before}
-    return {name: field[keep] for name, field in fields.items()}
+    fields = fields | {"next_obs": next_obs, "truncated": np.append(truncated[1:], False)}
+    return {name: field[~truncated] for name, field in fields.items()}
+
+
+def find_cuts(fields: dict[str, np.ndarray]) -> tuple[dict[str, np.ndarray], int]:
+    """Terminated wins if both flags are set. The end of the file is a cut, too, and so is a row
+    that does not lead to where the next one starts: these have no flag, and are counted."""
+    obs, next_obs, terminated = fields["obs"], fields["next_obs"], fields["terminated"]
+    done = terminated | cut_at_end(fields.get("truncated", terminated))
+    joins = np.isclose(obs[1:], next_obs[:-1], rtol=1e-4, atol=1e-5).all(axis=1)
+    found = ~done[:-1] & ~joins
+    done[:-1] |= found
+    fields = fields | {"truncated": done & ~terminated}
+    return {name: fields[name] for name in NAMES}, found.sum()
 
 
 def returns_to_go(
@@ -496,8 +495,7 @@ def evaluate(
     if hasattr(policy, "reset"):  # it remembers
         policy.reset()
     envs = [make_env(env_id) for _ in range(episodes)]
-    starts = [env.reset(seed=seed + i)[0] for i, env in enumerate(envs)]
-    obs = np.stack(starts).astype(envs[0].observation_space.dtype)  # [E, O]
+    obs = np.stack([env.reset(seed=seed + i)[0] for i, env in enumerate(envs)])  # [E, O]
     returns, running, num_steps = np.zeros(episodes), np.ones(episodes, dtype=bool), 0
     while running.any() and num_steps < MAX_EPISODE_STEPS:
         num_steps += 1
@@ -506,8 +504,7 @@ def evaluate(
             next_obs, reward, terminated, truncated, info = envs[i].step(action[i])
             if rows is not None:
                 played = info.get("played_action", action[i])  # FirstFire may have played another
-                transition = (obs[i].copy(), played, reward, np.array(next_obs))
-                rows[i].append((*transition, terminated, truncated))
+                rows[i].append((obs[i].copy(), played, reward, next_obs, terminated, truncated))
             obs[i] = next_obs
             returns[i] += reward
             running[i] = not (terminated or truncated)
@@ -579,7 +576,7 @@ LIMITS = {  # of the flags that several scripts have; each script has its own be
     ">= 0": "warmup_updates learning_starts",
     ">= 1": "max_weight",
     "in (0, inf)": "learning_rate reward_scale",
-    "finite": "reward_shift target_entropy",
+    "finite": "reward_shift target_entropy target_return",
     "in [0, inf)": "alpha policy_entropy_coef",
     "in [0, 1)": "gamma",
     "in (0, 1]": "tau",
@@ -597,10 +594,8 @@ RESUME_MAY_CHANGE = (  # the dataset may lie elsewhere now: its fingerprint must
     "target_return patience quiet resume dataset run_dir track"
 )
 WITH_EVALUATE = "record record_replay capture_video plot"  # flags that mean nothing without it
-NEVER_SAVED = f"{WITH_EVALUATE} resume evaluate quiet run_dir"
-EVALUATE_MAY_CHANGE = (
-    f"{WITH_EVALUATE} evaluate eval_episodes eval_seed quiet device torch_threads run_dir"
-)
+OF_ONE_CALL = f"{WITH_EVALUATE} resume evaluate quiet run_dir"  # not taken over from a checkpoint
+EVALUATE_MAY_CHANGE = f"{OF_ONE_CALL} eval_episodes eval_seed device torch_threads"
 
 
 def main(
@@ -633,7 +628,7 @@ def main(
                 trust = f"if you trust it, give --env-id {saved['env_id']} again"
                 raise InputError(f"{path} names a module of its own, to be imported: {trust}")
             # what writes files is taken from the command line alone
-            saved = {name: x for name, x in saved.items() if name not in NEVER_SAVED.split()}
+            saved = {name: x for name, x in saved.items() if name not in OF_ONE_CALL.split()}
             args = tyro.cli(args_type, args=words, default=args_type(**saved))
         evaluation = evaluate or partial(evaluate_checkpoint, algo, load_policy)
         evaluation(args) if args.evaluate else train(args)
@@ -655,12 +650,13 @@ def main(
 
 def whole_numbers(words: list[str], args_type: type) -> list[str]:
     """1e6 is a number of steps, too."""
-    types = {f"--{x.name}": (x.type, *get_args(x.type)) for x in fields(args_type)}
-    for i, (flag, word) in enumerate(pairwise(words)):
-        is_count = int in types.get(f"--{flag[2:].replace('-', '_')}", ())
-        is_power = re.fullmatch(r"\d+(\.\d+)?[eE]\+?\d+", word)
-        if is_count and is_power and float(word).is_integer():
-            words[i + 1] = str(int(float(word)))
+    counts = [f"__{x.name}" for x in fields(args_type) if int in (x.type, *get_args(x.type))]
+    for i, word in enumerate(words):
+        flag, equals, number = word.rpartition("=")  # two words, or one
+        is_count = (flag or words[i - 1]).replace("-", "_") in counts
+        is_power = re.fullmatch(r"\d+(\.\d+)?[eE]\+?\d+", number)
+        if is_count and is_power and float(number).is_integer():
+            words[i] = f"{flag}{equals}{int(float(number))}"
     return words
 
 
@@ -689,6 +685,8 @@ def check_flags(args: Any, limits: dict[str, str]) -> None:
         value = getattr(args, name, None)
         if value and not args.evaluate:
             raise InputError(f"{name} must be used with --evaluate, got {value}")
+        if value and os.path.abspath(str(value)) == os.path.abspath(args.evaluate):
+            raise InputError(f"{name} must be another file than the checkpoint, got {value}")
 
 
 def check_unchanged(args: Any, saved: dict, may_change: str, mode: str) -> None:
@@ -720,11 +718,8 @@ def lr_factor(update: int, total: int, schedule: str, warmup: int) -> float:
     if update <= warmup:
         return update / warmup
     progress = (update - 1 - warmup) / max(1, total - warmup)  # 0 at first, just below 1 at the end
-    if schedule == "linear":
-        return 1 - progress
-    if schedule == "cosine":
-        return 0.5 * (1 + math.cos(math.pi * progress))
-    return 1.0
+    cosine = 0.5 * (1 + math.cos(math.pi * progress))
+    return {"constant": 1.0, "linear": 1 - progress, "cosine": cosine}[schedule]
 
 
 def is_due(step: int, interval: int, stride: int = 1) -> bool:
@@ -820,14 +815,13 @@ class Run:
             check_unchanged(self.args, self.saved["args"], RESUME_MAY_CHANGE, "--resume")
             if "log_position" not in self.saved:
                 raise InputError(f"{path} is a best.pt: it acts, but it cannot be resumed")
-        elif os.path.exists(path):
+        elif os.path.exists(path) or os.path.exists(f"{self.folder}/best.pt"):
             raise InputError(f"{self.folder} holds a run: --resume it, or give another --run-dir")
 
     def check_replay(self, obs: np.ndarray) -> None:
         """A resumed run is to be where it was, after the actions that start_episode played."""
         if self.saved and not np.array_equal(obs, self.saved["current_obs"]):
-            env_id = self.args.env_id
-            raise InputError(f"{env_id} plays another episode from the same seed: no resume")
+            raise InputError("the environment plays another episode from the same seed: no resume")
 
     def start(self, total: int, parts: dict[str, Any], about: str, first_step: int = 0) -> None:
         """Everything is built: give the parts of a resumed run their state, and open the logs."""
@@ -883,21 +877,17 @@ class Run:
         self.csv = csv.writer(self.file)
         if self.file.tell() == 0:
             self.csv.writerow(["step", "seconds", "key", "value"])
-        self.tracker = self.start_wandb() if self.args.track else None
+        if self.args.track:  # it gets what TensorBoard gets, so it has to be there first
+            with told_in_one_line("--track needs a package and a login (pip install wandb)"):
+                import wandb
+
+                # beside the folder of the run: inside, every scalar would be read twice
+                place, name = os.path.split(os.path.abspath(self.folder))
+                wandb.init(name=name, config=asdict(self.args), dir=place, sync_tensorboard=True)
         purge_step = None if self.is_fresh else self.step + 1
         self.tensorboard = SummaryWriter(self.folder, purge_step=purge_step)
         if self.is_fresh:
             self.tensorboard.add_text("args", f"```\n{text}\n```")
-
-    def start_wandb(self) -> Any:
-        """Weights & Biases gets what TensorBoard gets, so it has to be there first. Its own files
-        lie beside the folder of the run: inside, every scalar would be read twice."""
-        with told_in_one_line("--track needs a package and a login (pip install wandb)"):
-            import wandb
-
-            parent, name = os.path.split(os.path.abspath(self.folder))
-            config = asdict(self.args)
-            return wandb.init(name=name, config=config, dir=parent, sync_tensorboard=True)
 
     def seconds(self) -> float:
         return time.perf_counter() - self.clock
@@ -912,9 +902,8 @@ class Run:
                 self.signal = self.signal or signal.SIGTERM
 
     def steps(self, stride: int = 1) -> Iterator[int]:
-        """Until the budget is spent, or evaluate() finds a reason to stop. Ctrl-C and SIGTERM are
-        noted, so that they tear nothing apart: the next step is the last. A second one has its
-        usual effect."""
+        """Until the budget is spent, or evaluate() finds a reason to stop. Ctrl-C and SIGTERM make
+        the next step the last, and tear nothing apart. A second one has its usual effect."""
         in_main_thread = threading.current_thread() is threading.main_thread()  # Python's condition
         noted = [x for x in signal.Signals if x.name in ("SIGINT", "SIGTERM", "SIGHUP")]
         noted = [x for x in noted if signal.getsignal(x) != signal.SIG_IGN]  # by nohup
@@ -967,6 +956,7 @@ class Run:
     def evaluate(self, policy: Policy, acting: dict, make_env: MakeEnv = make_env) -> None:
         """The best so far is kept in best.pt: the parts that act. An early stop is decided here."""
         args, names = self.args, ("mean", "std", "min", "max")
+        self.check_networks(acting)
         episodes = (policy, args.env_id, args.eval_episodes, args.eval_seed)
         returns = evaluate(*episodes, make_env=make_env)
         mean = self.last_eval = returns.mean().item()
@@ -989,8 +979,16 @@ class Run:
         elif args.patience is not None and self.evals_since_best >= args.patience:
             self.reason = f"the last {args.patience} evaluations were not better"
 
+    def check_networks(self, parts: dict[str, Any]) -> None:
+        """The next loss that is logged may be far away: no checkpoint is lost to NaN till then."""
+        networks = [part for part in parts.values() if isinstance(part, torch.nn.Module)]
+        if not all(x.isfinite().all() for network in networks for x in network.parameters()):
+            message = f"a network is not finite at {self.unit} {self.step}: it diverged"
+            raise InputError(f"{message}; lower --learning-rate")
+
     def save(self, parts: dict[str, Any]) -> None:
         """checkpoint.pt: the parts, and where the run is."""
+        self.check_networks(parts)
         position = {"step": self.step, "seconds": self.seconds(), "num_bytes": self.file.tell()}
         place = {"best_return": self.best_return, "evals_since_best": self.evals_since_best}
         place["log_position"] = position | {"last_eval": self.last_eval}
@@ -1015,8 +1013,8 @@ class Run:
         self.say(f"evaluate: {command} --evaluate {folder}/{saved}")
         for log in (self.bar, self.file, self.tensorboard):
             log.close()
-        if self.tracker:
-            self.tracker.finish()
+        if self.args.track:
+            sys.modules["wandb"].finish()
         if self.reason.endswith("was received"):
             raise Stopped(self.signal)
         result = {"eval/return_mean": self.last_eval, "eval/best_return": self.best_return}

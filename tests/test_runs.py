@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -175,6 +176,14 @@ def test_checkpoint_of_another_algorithm(algo, finished, run):
 
 
 @on_two_files
+def test_a_best_pt_in_place_of_a_checkpoint(algo, finished, run):
+    args, path = finished
+    path.write_bytes(Path(args.run_dir, "best.pt").read_bytes())
+    code, _, err = run("--resume", args.run_dir)
+    assert (code, err) == (2, f"{path} is a best.pt: it acts, but it cannot be resumed\n")
+
+
+@on_two_files
 def test_checkpoint_of_another_environment(algo, finished, run):
     args, path = finished
     before = path.read_bytes()
@@ -242,7 +251,7 @@ def test_resume_of_a_run_in_epochs_wants_epochs(algo, tiny, run):
 @pytest.mark.parametrize("size", ["256k", "12k"])
 @pytest.mark.parametrize("algo", ["crr"], indirect=True)
 def test_full_disk(algo, size, tmp_path):
-    """A real file system without room for a checkpoint: one line, exit code 1, old files intact.
+    """A real file system without room for a checkpoint: one line, exit code 1, no half of a file.
     With 12 kB, TensorBoard's thread is the first to fail."""
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -260,8 +269,6 @@ def test_full_disk(algo, size, tmp_path):
         limit = ""
     try:
         run_dir = disk / "run"
-        run_dir.mkdir()
-        (run_dir / "best.pt").write_bytes(b"from before")
         flags = f"--eval-episodes 1 --dataset random:300 --hidden-dim 256 --run-dir {run_dir}"
         flags += " --total-updates 20 --eval-interval 20"
         code = f"import runpy, sys; {limit} sys.argv = {[algo.__file__, *flags.split()]!r}\n"
@@ -272,11 +279,21 @@ def test_full_disk(algo, size, tmp_path):
         if size == "256k":
             assert f"cannot write {run_dir}/best.pt: " in result.stderr
             assert "what was saved before is intact" in result.stderr
-        assert (run_dir / "best.pt").read_bytes() == b"from before"
-        assert not list(run_dir.glob("*.tmp")) and not (run_dir / "checkpoint.pt").exists()
+        assert not list(run_dir.glob("*.tmp")) and not list(run_dir.glob("*.pt"))
     finally:
         if mounted:
             subprocess.run(["umount", str(disk)], check=True)
+
+
+@on_two_files
+def test_a_file_that_cannot_be_written_is_code_1(tiny, run, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    code, _, err = run(*as_flags(tiny))
+    assert code == 1 and err.startswith("cannot write ") and err.count("\n") == 1
+    assert "No space left on device; what was saved before is intact" in err
 
 
 def signal_at(monkeypatch, step, number=signal.SIGTERM):
@@ -342,6 +359,34 @@ def test_a_second_signal_has_its_usual_effect(algo, tiny, monkeypatch, handlers)
     with pytest.raises(KeyboardInterrupt):
         algo.train(tiny)
     assert seen == before
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+@pytest.mark.parametrize("algo", ["crr"], indirect=True)
+def test_nohup_is_heard(algo, tiny, monkeypatch):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal_at(monkeypatch, step=3, number=signal.SIGHUP)
+    try:
+        assert algo.train(tiny)["step"] == 20
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("algo", ["crr"], indirect=True)
+def test_a_run_outside_the_main_thread(algo, tiny):
+    """Python lets only the main thread handle signals."""
+    with ThreadPoolExecutor() as pool:
+        assert pool.submit(algo.train, tiny).result()["step"] == 20
+
+
+@pytest.mark.parametrize("algo", ["crr"], indirect=True)
+def test_a_second_ctrl_c_is_code_130(tiny, run, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(common, "lr_factor", interrupted)
+    code, _, err = run(*as_flags(tiny))
+    assert (code, err) == (130, "stopped at once; what was saved before is intact\n")
 
 
 @pytest.mark.parametrize("algo", ["crr"], indirect=True)
@@ -516,6 +561,17 @@ def test_resume_may_change_budget_intervals_and_stops(algo, tiny):
 
 
 @on_two_files
+def test_the_clock_goes_on_after_a_resume(algo, tiny):
+    algo.train(tiny)
+    checkpoint = load(tiny.run_dir)
+    checkpoint["log_position"]["seconds"] = 1000.0
+    torch.save(checkpoint, f"{tiny.run_dir}/checkpoint.pt")
+    algo.train(replace(tiny, resume=tiny.run_dir, **budget(algo, 30)))
+    last = Path(tiny.run_dir, "metrics.csv").read_text().splitlines()[-1]
+    assert 1000 < float(last.split(",")[1]) < 2000
+
+
+@on_two_files
 def test_resume_drops_what_was_logged_after_the_checkpoint(algo, tiny, tmp_path):
     """After a kill, metrics.csv is ahead of the checkpoint, and may end in half a line. TensorBoard
     hides what was written after the checkpoint, too."""
@@ -531,6 +587,8 @@ def test_resume_drops_what_was_logged_after_the_checkpoint(algo, tiny, tmp_path)
     time.sleep(1.1)  # TensorBoard orders its files by the second
     algo.train(replace(tiny, **budget(algo, 30), resume=tiny.run_dir))
     assert metrics_of(whole.run_dir) == metrics_of(tiny.run_dir)
+    rows = [metrics_of_all(x.run_dir) for x in (whole, tiny)]  # the speeds, too
+    assert [row[:2] for row in rows[0]] == [row[:2] for row in rows[1]]
     events = EventAccumulator(tiny.run_dir).Reload().Scalars(loss)
     assert [event.step for event in events] == [5, 10, 15, 20, 25, 30]
     assert 123.0 not in [event.value for event in events]
@@ -544,8 +602,8 @@ def test_the_hint_at_the_end_names_the_budget_that_counts(algo, tiny, capsys):
 
 @on_two_files
 def test_early_stops_and_best(algo, tiny, monkeypatch, capsys):
-    """Evaluations are scripted: 1, 3, 2, 2, 2, ... so that every rule has one right answer."""
-    script = iter([0.0, 1.0, 3.0, 2.0, 2.0, 2.0, 2.0, 2.0])
+    """Evaluations are scripted: 1, 3, 3, 2, 2, ... so that every rule has one right answer."""
+    script = iter([0.0, 1.0, 3.0, 3.0, 2.0, 2.0, 2.0, 2.0])
     monkeypatch.setattr(
         common, "evaluate", lambda *_, **__: np.full(2, next(script), dtype=np.float64)
     )
