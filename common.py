@@ -504,7 +504,8 @@ def evaluate(
             next_obs, reward, terminated, truncated, info = envs[i].step(action[i])
             if rows is not None:
                 played = info.get("played_action", action[i])  # FirstFire may have played another
-                rows[i].append((obs[i].copy(), played, reward, next_obs, terminated, truncated))
+                is_cut = truncated or num_steps == MAX_EPISODE_STEPS
+                rows[i].append((obs[i].copy(), played, reward, next_obs, terminated, is_cut))
             obs[i] = next_obs
             returns[i] += reward
             running[i] = not (terminated or truncated)
@@ -563,7 +564,7 @@ RULES = {  # what a limit says, and whether a value keeps to it. NaN keeps to no
     "in [0, 1]": lambda x: 0 <= x <= 1,
     "in [1, 2^10]": lambda x: 1 <= x <= 2**10,
     "in [1, 2^15)": lambda x: 1 <= x < 2**15,
-    "in [0, 2^31)": lambda x: 0 <= x < 2**31,
+    "in [0, 10^6)": lambda x: 0 <= x < RECORD_SEEDS,
     "in [0, 2^63)": lambda x: 0 <= x < 2**63,
     "finite": math.isfinite,
     "not empty": bool,  # as an unset variable of the shell is
@@ -583,7 +584,7 @@ LIMITS = {  # of the flags that several scripts have; each script has its own be
     "in [0, 1]": "td_lambda",
     "in [1, 2^10]": "torch_threads",  # each of them is made, whatever the machine has
     "in [1, 2^15)": "num_envs eval_episodes",
-    "in [0, 2^31)": "eval_seed",
+    "in [0, 10^6)": "eval_seed",
     "in [0, 2^63)": "seed",
     "not empty": "resume evaluate run_dir",
     "a name that ends in .npz": "record record_replay",
@@ -623,10 +624,7 @@ def main(
             raise InputError("--resume and --evaluate are two things to do: give one of them")
         if args.resume or args.evaluate:
             path = args.evaluate or os.path.join(args.resume, "checkpoint.pt")
-            saved = load_checkpoint(path, algo, args_type)["args"]
-            if ":" in saved["env_id"] and args.env_id != saved["env_id"]:
-                trust = f"if you trust it, give --env-id {saved['env_id']} again"
-                raise InputError(f"{path} names a module of its own, to be imported: {trust}")
+            saved = load_checkpoint(path, algo, args_type, args.env_id)["args"]
             # what writes files is taken from the command line alone
             saved = {name: x for name, x in saved.items() if name not in OF_ONE_CALL.split()}
             args = tyro.cli(args_type, args=words, default=args_type(**saved))
@@ -635,8 +633,8 @@ def main(
     except (InputError, OSError) as error:
         print(f"{algo}: {one_line(error)}", file=sys.stderr)
         return 2 if isinstance(error, InputError) else 1
-    except (MemoryError, OverflowError, RuntimeError, TypeError) as error:
-        if not re.search("(?i)memory|alloc|overflow", repr(error)):
+    except (MemoryError, OverflowError, RuntimeError, TypeError, ValueError) as error:
+        if not re.search("(?i)memory|alloc|overflow|too big", repr(error)):
             raise
         print(f"{algo}: too large for this machine: {one_line(error)[:200]}", file=sys.stderr)
         return 2
@@ -706,7 +704,8 @@ def pick_device(device: str) -> torch.device:
 
 def keep_freed_memory() -> None:
     """glibc gives freed activations back to the OS and takes them again page by page. Keeping them
-    makes an update up to a quarter faster (benchmark/NOTES.md); other systems need no such help."""
+    makes an update up to a quarter faster (benchmark/NOTES.md), but not GAIL's; other systems need
+    no such help."""
     trim_threshold, mmap_max = -1, -4  # their numbers in malloc.h
     if sys.platform == "linux" and hasattr(ctypes.CDLL(None), "mallopt"):
         ctypes.CDLL(None).mallopt(mmap_max, 0)
@@ -746,8 +745,10 @@ def save_atomically(path: str, write: Callable[[BinaryIO], None]) -> None:
             os.remove(temporary)
 
 
-def load_checkpoint(path: str, algo: str, args_type: type) -> dict:
-    """No code in the file is run (weights_only); its tensors are read when they are used (mmap)."""
+def load_checkpoint(path: str, algo: str, args_type: type, env_id: str | None = None) -> dict:
+    """No code in the file is run (weights_only), and a module that it names is imported only if
+    env_id names it, too. Its tensors are read when they are used (mmap). Checksums: 0.2 s per GB.
+    """
     if not os.path.isfile(path):
         advice = "--resume takes the folder of a run, --evaluate a file there, such as best.pt"
         raise InputError(f"there is no checkpoint {path}: {advice}")
@@ -761,7 +762,13 @@ def load_checkpoint(path: str, algo: str, args_type: type) -> dict:
         if checkpoint["args"].keys() != {field.name for field in fields(args_type)}:
             raise InputError("another version made it: its flags differ")
         assert isinstance(checkpoint["step"], int), "where the run was is not in it"
-        check_types(args_type(**checkpoint["args"]))
+        for name in ("num_updates", "episode", "fingerprint"):
+            assert isinstance(checkpoint.get(name, 0), int), f"its {name} is not a number"
+        saved = args_type(**checkpoint["args"])
+        check_types(saved)
+        if ":" in saved.env_id and saved.env_id != env_id:
+            trust = f"if you trust it, give --env-id {saved.env_id} again"
+            raise InputError(f"it names a module of its own, to be imported: {trust}")
     return checkpoint
 
 
@@ -811,7 +818,7 @@ class Run:
         self.folder = args.resume or args.run_dir or f"runs/{algo}__{env_name}__{args.seed}__{now}"
         path = f"{self.folder}/checkpoint.pt"
         if args.resume:
-            self.saved = load_checkpoint(path, algo, type(args))
+            self.saved = load_checkpoint(path, algo, type(args), args.env_id)
             check_unchanged(self.args, self.saved["args"], RESUME_MAY_CHANGE, "--resume")
             if "log_position" not in self.saved:
                 raise InputError(f"{path} is a best.pt: it acts, but it cannot be resumed")
@@ -820,7 +827,7 @@ class Run:
 
     def check_replay(self, obs: np.ndarray) -> None:
         """A resumed run is to be where it was, after the actions that start_episode played."""
-        if self.saved and not np.array_equal(obs, self.saved["current_obs"]):
+        if self.saved and not np.array_equal(obs, self.saved.get("current_obs")):
             raise InputError("the environment plays another episode from the same seed: no resume")
 
     def start(self, total: int, parts: dict[str, Any], about: str, first_step: int = 0) -> None:
@@ -1028,7 +1035,7 @@ def evaluate_checkpoint(
     may_change: flags of the script that need not be those of the run."""
     check_flags(args, {})
     path, seed = args.evaluate, args.eval_seed
-    saved = load_checkpoint(path, algo, type(args))["args"]
+    saved = load_checkpoint(path, algo, type(args), args.env_id)["args"]
     check_unchanged(args, saved, f"{EVALUATE_MAY_CHANGE} {may_change}", "--evaluate")
     if args.torch_threads is not None:
         torch.set_num_threads(args.torch_threads)

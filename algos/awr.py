@@ -17,20 +17,18 @@ Equations:
 Differences from the paper:
     - Offline: the dataset is fixed. The paper collects more data in every iteration. Here an
       iteration is refresh_interval updates; then R, mean and std are computed again.
-    - lambda = 1, plain discounted returns. The paper has 0.95: --td-lambda 0.95.
+    - lambda = 1, plain discounted returns. The paper: --td-lambda 0.95 (--refresh-interval 200).
     - Advantages are standardised, as in the authors' code, so that beta = 1 fits any reward. The
       paper's text has beta = 0.05 for raw advantages: --no-normalize-advantage --beta 0.05.
-    - Of a dataset with more rows, 100,000 random ones give the mean and std of A.
-    - An update is one step of V and one of the policy. The paper takes hundreds of the one, then
-      hundreds of the other. V trains alone first (value_warmup): its first advantages are noise.
+    - An update is one step of V and one of the policy, where the paper takes hundreds of each. V
+      trains alone first (value_warmup): its first advantages are noise.
     - A learned std, Adam and two layers of 256 instead of a fixed std, SGD and 128 x 64 units.
-    - Observations are standardised with the mean and std of the dataset.
+    - Observations are standardised. 100,000 random rows are enough for the mean and std of A.
 
 Shapes: N rows of data, B batch, O observation, A action (discrete: one-hot), E evaluation episodes
 
 Run it, then resume it (a checkpoint costs 2 MB + 4 bytes per row of data):
     python algos/awr.py --env-id Pendulum-v1
-    python algos/awr.py --td-lambda 0.95 --refresh-interval 200   (the paper's lambda)
     python algos/awr.py --resume runs/<run>
 """
 
@@ -95,11 +93,13 @@ class Args:
 
 LIMITS = {"> 0": "beta", ">= 0": "value_warmup"}  # rule: flags; shared: common.LIMITS
 
-if __name__ == "__main__" and {"-h", "--help"} & {*sys.argv}:  # without the wait for torch
-    with contextlib.redirect_stdout(io.StringIO()) as flags, contextlib.suppress(SystemExit):
-        tyro.cli(Args)  # prints the flags; below they go between title and docstring
-    sys.stdout.write(f"{__doc__.splitlines()[0]}\n{flags.getvalue()}\n{__doc__}")
-    sys.exit()
+if __name__ == "__main__":  # torch takes seconds: Ctrl-C in them is quiet, --help need not wait
+    sys.excepthook = lambda kind, *x: kind is KeyboardInterrupt or sys.__excepthook__(kind, *x)
+    if {"-h", "--help"} & {*sys.argv}:
+        with contextlib.redirect_stdout(io.StringIO()) as flags, contextlib.suppress(SystemExit):
+            tyro.cli(Args)  # prints the flags; below they go between title and docstring
+        sys.stdout.write(f"{__doc__.splitlines()[0]}\n{flags.getvalue()}\n{__doc__}")
+        sys.exit()
 
 import gymnasium as gym
 import numpy as np
@@ -313,7 +313,7 @@ def make_policy(
 
 def load_policy(path: str, **overrides) -> common.Policy:
     """The policy of a checkpoint: a batch of obs -> actions. `overrides` are flags, e.g. device."""
-    checkpoint = common.load_checkpoint(path, ALGO, Args)
+    checkpoint = common.load_checkpoint(path, ALGO, Args, overrides.get("env_id"))
     args = replace(Args(**checkpoint["args"]), **overrides)
     env, device = common.make_env(args.env_id), common.pick_device(args.device)
     (obs_dim,), action_dim, discrete = common.check_spaces(env)

@@ -19,8 +19,7 @@ Differences from the paper:
       since overestimates add up from backup to backup. The advantage takes their mean.
     - A tanh-Gaussian policy (discrete: a categorical one) instead of a mixture of Gaussians.
     - Soft target updates. The paper's hard copies: --tau 1 --target-interval 100.
-    - Evaluation is greedy. The paper's critic-weighted policy (CWP) draws one of K sampled actions
-      with softmax(Q / beta): --num-cwp-samples 10.
+    - Greedy evaluation. By the paper's critic-weighted policy (CWP): --num-cwp-samples 10.
     - Observations are standardised. Rewards are scaled by 0.1, which fits Pendulum's large ones.
 
 Shapes: B batch, C critics (2: TwinCritic), M sampled actions (or all A), K candidates of CWP, O
@@ -100,11 +99,13 @@ class Args:
 
 LIMITS = {"> 0": "beta num_action_samples", ">= 0": "num_cwp_samples"}  # shared ones: common.LIMITS
 
-if __name__ == "__main__" and {"-h", "--help"} & {*sys.argv}:  # without the wait for torch
-    with contextlib.redirect_stdout(io.StringIO()) as flags, contextlib.suppress(SystemExit):
-        tyro.cli(Args)  # prints the flags; below they go between title and docstring
-    sys.stdout.write(f"{__doc__.splitlines()[0]}\n{flags.getvalue()}\n{__doc__}")
-    sys.exit()
+if __name__ == "__main__":  # torch takes seconds: Ctrl-C in them is quiet, --help need not wait
+    sys.excepthook = lambda kind, *x: kind is KeyboardInterrupt or sys.__excepthook__(kind, *x)
+    if {"-h", "--help"} & {*sys.argv}:
+        with contextlib.redirect_stdout(io.StringIO()) as flags, contextlib.suppress(SystemExit):
+            tyro.cli(Args)  # prints the flags; below they go between title and docstring
+        sys.stdout.write(f"{__doc__.splitlines()[0]}\n{flags.getvalue()}\n{__doc__}")
+        sys.exit()
 
 import gymnasium as gym
 import numpy as np
@@ -322,7 +323,7 @@ def make_policy(
     action_space: gym.Space,
     args: Args,
 ) -> common.Policy:
-    """What is evaluated: greedy, or by CWP, with a generator that is not that of training."""
+    """What is evaluated: greedy, or by CWP, whose draws start anew, from eval_seed, every time."""
     generator = torch.Generator(obs_mean.device).manual_seed(args.eval_seed)
 
     @torch.no_grad()
@@ -346,7 +347,7 @@ def make_policy(
 
 def load_policy(path: str, **overrides) -> common.Policy:
     """The policy of a checkpoint: a batch of obs -> actions. `overrides` are flags, e.g. device."""
-    checkpoint = common.load_checkpoint(path, ALGO, Args)
+    checkpoint = common.load_checkpoint(path, ALGO, Args, overrides.get("env_id"))
     args = replace(Args(**checkpoint["args"]), **overrides)
     env, device = common.make_env(args.env_id), common.pick_device(args.device)
     (obs_dim,), action_dim, discrete = common.check_spaces(env)
@@ -468,7 +469,6 @@ def train(args: Args) -> dict[str, float]:
             }
             run.log(scalars, updates=step, lower="--learning-rate or --max-weight")  # advice if NaN
         if step % args.eval_interval == 0 or step == total:
-            # made anew: CWP's draws start from eval_seed again, also after a resume
             policy = make_policy(actor, critic, obs_mean, obs_std, env.action_space, args)
             run.evaluate(policy, acting)
         if step % args.checkpoint_interval == 0 or run.is_last:  # budget, early stop, or Ctrl-C

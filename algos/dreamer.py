@@ -111,11 +111,13 @@ LIMITS = {  # rule: flags; common.LIMITS has those of the shared ones
     "in [0, inf)": "free_nats replay_critic_coef",
 }
 
-if __name__ == "__main__" and {"-h", "--help"} & {*sys.argv}:  # without the wait for torch
-    with contextlib.redirect_stdout(io.StringIO()) as flags, contextlib.suppress(SystemExit):
-        tyro.cli(Args)  # prints the flags; below they go between title and docstring
-    sys.stdout.write(f"{__doc__.splitlines()[0]}\n{flags.getvalue()}\n{__doc__}")
-    sys.exit()
+if __name__ == "__main__":  # torch takes seconds: Ctrl-C in them is quiet, --help need not wait
+    sys.excepthook = lambda kind, *x: kind is KeyboardInterrupt or sys.__excepthook__(kind, *x)
+    if {"-h", "--help"} & {*sys.argv}:
+        with contextlib.redirect_stdout(io.StringIO()) as flags, contextlib.suppress(SystemExit):
+            tyro.cli(Args)  # prints the flags; below they go between title and docstring
+        sys.stdout.write(f"{__doc__.splitlines()[0]}\n{flags.getvalue()}\n{__doc__}")
+        sys.exit()
 
 import gymnasium as gym
 import numpy as np
@@ -755,7 +757,7 @@ class LatentPolicy:
 def load_policy(path: str, **overrides) -> LatentPolicy:
     """The policy of a checkpoint: observations -> actions, both batches in the environment's units.
     It remembers an episode: reset() it before the next. `overrides` are flags, e.g. device."""
-    checkpoint = common.load_checkpoint(path, ALGO, Args)
+    checkpoint = common.load_checkpoint(path, ALGO, Args, overrides.get("env_id"))
     args = replace(Args(**checkpoint["args"]), **overrides)
     env, device = env_maker(args)(args.env_id), common.pick_device(args.device)
     obs_shape, num_actions, _ = common.check_spaces(env, actions="discrete", images=True)
@@ -847,10 +849,8 @@ def train(args: Args) -> dict[str, float]:
     generator = torch.Generator(device).manual_seed(common.second_seed(args.seed))  # for the rest
 
     # data
-    try:
+    with common.told_in_one_line(f"buffer_capacity {args.buffer_capacity} is too much memory"):
         buffer = Buffer(args.buffer_capacity, args.num_envs, obs_shape)
-    except (MemoryError, ValueError, OverflowError):
-        raise InputError(f"buffer_capacity {args.buffer_capacity} is too much memory") from None
 
     # networks
     networks = build_networks(obs_shape, num_actions, SIZES[args.size])

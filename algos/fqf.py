@@ -121,11 +121,13 @@ LIMITS = {  # rule: flags; common.LIMITS has those of the shared ones
     "in [0, 1]": "epsilon_final priority_alpha priority_beta",
 }
 
-if __name__ == "__main__" and {"-h", "--help"} & {*sys.argv}:  # without the wait for torch
-    with contextlib.redirect_stdout(io.StringIO()) as flags, contextlib.suppress(SystemExit):
-        tyro.cli(Args)  # prints the flags; below they go between title and docstring
-    sys.stdout.write(f"{__doc__.splitlines()[0]}\n{flags.getvalue()}\n{__doc__}")
-    sys.exit()
+if __name__ == "__main__":  # torch takes seconds: Ctrl-C in them is quiet, --help need not wait
+    sys.excepthook = lambda kind, *x: kind is KeyboardInterrupt or sys.__excepthook__(kind, *x)
+    if {"-h", "--help"} & {*sys.argv}:
+        with contextlib.redirect_stdout(io.StringIO()) as flags, contextlib.suppress(SystemExit):
+            tyro.cli(Args)  # prints the flags; below they go between title and docstring
+        sys.stdout.write(f"{__doc__.splitlines()[0]}\n{flags.getvalue()}\n{__doc__}")
+        sys.exit()
 
 import gymnasium as gym
 import numpy as np
@@ -510,7 +512,7 @@ def make_policy(
 
 def load_networks(path: str, **overrides) -> tuple:
     """Of a checkpoint. -> network, proposal, environment, device"""
-    checkpoint = common.load_checkpoint(path, ALGO, Args)
+    checkpoint = common.load_checkpoint(path, ALGO, Args, overrides.get("env_id"))
     args = replace(Args(**checkpoint["args"]), **overrides)
     env, device = make_env(args.env_id), common.pick_device(args.device)
     obs_shape, num_actions, _ = common.check_spaces(env, "discrete", args.env_id.startswith(GAMES))
@@ -561,10 +563,8 @@ def train(args: Args) -> dict[str, float]:
     generator = torch.Generator().manual_seed(common.second_seed(args.seed))  # for the rest
 
     # data
-    try:
+    with common.told_in_one_line(f"buffer_capacity {args.buffer_capacity} is too much memory"):
         buffer = Buffer(args.buffer_capacity, obs_shape, STACK_SIZE if is_atari else 1)
-    except (MemoryError, ValueError, OverflowError):
-        raise InputError(f"buffer_capacity {args.buffer_capacity} is too much memory") from None
 
     # networks
     network, proposal = make_networks(args, obs_shape, num_actions, device)

@@ -19,12 +19,10 @@ Equations (f(s, a): the discriminator's output, D = sigmoid(f), 1 for the expert
 Differences from the paper:
     - PPO in place of TRPO. D learns from mini-batches. The paper's D is 1 for the policy.
     - Added: the gradient penalty of WGAN-GP (arXiv:1704.00028); D's entropy (in the authors' code).
-    - One running normaliser of observations, for policy, V and D alike.
-    - Rewards are multiplied by 1 - gamma: V is then as large as a reward, whatever gamma is.
+    - A running normaliser of observations. Rewards times 1 - gamma: V is as large as a reward.
     - --absorbing is from Kostrikov et al. 2018 (arXiv:1809.02925). After a termination D sees one
       absorbing state there, 1 / (1 - gamma) here. Reward f is that of AIRL (arXiv:1710.11248).
-    - The learning rates fall to 0 at total_timesteps. So a run that --resume gives a larger budget
-      differs from one that had it at the start, unless --lr-schedule is constant.
+    - The learning rates fall to 0. To raise the budget at --resume, use --lr-schedule constant.
 
 Shapes: T steps of a rollout, K environments, B batch, O observation, A action (discrete: one-hot),
 I = O + A + 1 inputs of D (1: marks an absorbing state), E evaluation episodes
@@ -112,11 +110,13 @@ LIMITS = {  # rule: flags; common.LIMITS has those of the shared ones
     "in [0, 1]": "gae_lambda",
 }
 
-if __name__ == "__main__" and {"-h", "--help"} & {*sys.argv}:  # without the wait for torch
-    with contextlib.redirect_stdout(io.StringIO()) as flags, contextlib.suppress(SystemExit):
-        tyro.cli(Args)  # prints the flags; below they go between title and docstring
-    sys.stdout.write(f"{__doc__.splitlines()[0]}\n{flags.getvalue()}\n{__doc__}")
-    sys.exit()
+if __name__ == "__main__":  # torch takes seconds: Ctrl-C in them is quiet, --help need not wait
+    sys.excepthook = lambda kind, *x: kind is KeyboardInterrupt or sys.__excepthook__(kind, *x)
+    if {"-h", "--help"} & {*sys.argv}:
+        with contextlib.redirect_stdout(io.StringIO()) as flags, contextlib.suppress(SystemExit):
+            tyro.cli(Args)  # prints the flags; below they go between title and docstring
+        sys.stdout.write(f"{__doc__.splitlines()[0]}\n{flags.getvalue()}\n{__doc__}")
+        sys.exit()
 
 import gymnasium as gym
 import numpy as np
@@ -451,7 +451,7 @@ def make_policy(actor: PPOActor, normalizer: Normalizer, action_space: gym.Space
 
 def load_policy(path: str, **overrides) -> common.Policy:
     """The policy of a checkpoint: a batch of obs -> actions. `overrides` are flags, e.g. device."""
-    checkpoint = common.load_checkpoint(path, ALGO, Args)
+    checkpoint = common.load_checkpoint(path, ALGO, Args, overrides.get("env_id"))
     args = replace(Args(**checkpoint["args"]), **overrides)
     env, device = common.make_env(args.env_id), common.pick_device(args.device)
     (obs_dim,), action_dim, discrete = common.check_spaces(env)

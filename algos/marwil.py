@@ -21,12 +21,11 @@ Differences from the paper:
     - c^2 starts from the first batch and moves by 1e-3 of the way to each batch's mean A^2. RLlib
       starts it at 100, where the paper's rate of 1e-8 keeps it: c stays at 10 on most tasks, and on
       Pendulum a few rows get all the weight.
-    - Weights are clipped, since a single exp(beta A / c) can outweigh a batch.
+    - Observations are standardised. Weights are clipped: a single one can outweigh a batch.
     - value_coef = 1 / (variance of the returns). The policy and V share no weights, so that Adam
       takes the same steps for any coefficient, as long as its eps is small beside the gradients.
     - Returns are computed again every refresh_interval updates. With lambda = 1, the paper's, V is
       in them only where an episode was truncated. A lambda below 1 is our option.
-    - Observations are standardised with the mean and std of the dataset.
 
 Shapes: N rows of data, B batch, O observation, A action (discrete: one-hot), E evaluation episodes
 
@@ -101,11 +100,13 @@ class Args:
 # rule: flags; common.LIMITS has those of the shared ones
 LIMITS = {"in [0, inf)": "beta", "in [0, 1]": "norm_rate", "in (0, 1e38)": "norm_start"}
 
-if __name__ == "__main__" and {"-h", "--help"} & {*sys.argv}:  # without the wait for torch
-    with contextlib.redirect_stdout(io.StringIO()) as flags, contextlib.suppress(SystemExit):
-        tyro.cli(Args)  # prints the flags; below they go between title and docstring
-    sys.stdout.write(f"{__doc__.splitlines()[0]}\n{flags.getvalue()}\n{__doc__}")
-    sys.exit()
+if __name__ == "__main__":  # torch takes seconds: Ctrl-C in them is quiet, --help need not wait
+    sys.excepthook = lambda kind, *x: kind is KeyboardInterrupt or sys.__excepthook__(kind, *x)
+    if {"-h", "--help"} & {*sys.argv}:
+        with contextlib.redirect_stdout(io.StringIO()) as flags, contextlib.suppress(SystemExit):
+            tyro.cli(Args)  # prints the flags; below they go between title and docstring
+        sys.stdout.write(f"{__doc__.splitlines()[0]}\n{flags.getvalue()}\n{__doc__}")
+        sys.exit()
 
 import gymnasium as gym
 import numpy as np
@@ -329,7 +330,7 @@ def make_policy(
 
 def load_policy(path: str, **overrides) -> common.Policy:
     """The policy of a checkpoint: a batch of obs -> actions. `overrides` are flags, e.g. device."""
-    checkpoint = common.load_checkpoint(path, ALGO, Args)
+    checkpoint = common.load_checkpoint(path, ALGO, Args, overrides.get("env_id"))
     args = replace(Args(**checkpoint["args"]), **overrides)
     env, device = common.make_env(args.env_id), common.pick_device(args.device)
     (obs_dim,), action_dim, discrete = common.check_spaces(env)

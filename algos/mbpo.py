@@ -126,11 +126,13 @@ LIMITS = {  # rule: flags; common.LIMITS has those of the shared ones
     "in [0, 1]": "real_ratio",
 }
 
-if __name__ == "__main__" and {"-h", "--help"} & {*sys.argv}:  # without the wait for torch
-    with contextlib.redirect_stdout(io.StringIO()) as flags, contextlib.suppress(SystemExit):
-        tyro.cli(Args)  # prints the flags; below they go between title and docstring
-    sys.stdout.write(f"{__doc__.splitlines()[0]}\n{flags.getvalue()}\n{__doc__}")
-    sys.exit()
+if __name__ == "__main__":  # torch takes seconds: Ctrl-C in them is quiet, --help need not wait
+    sys.excepthook = lambda kind, *x: kind is KeyboardInterrupt or sys.__excepthook__(kind, *x)
+    if {"-h", "--help"} & {*sys.argv}:
+        with contextlib.redirect_stdout(io.StringIO()) as flags, contextlib.suppress(SystemExit):
+            tyro.cli(Args)  # prints the flags; below they go between title and docstring
+        sys.stdout.write(f"{__doc__.splitlines()[0]}\n{flags.getvalue()}\n{__doc__}")
+        sys.exit()
 
 import gymnasium as gym
 import numpy as np
@@ -552,7 +554,7 @@ def make_policy(
 
 def load_policy(path: str, **overrides) -> common.Policy:
     """The policy of a checkpoint: a batch of obs -> actions. `overrides` are flags, e.g. device."""
-    checkpoint = common.load_checkpoint(path, ALGO, Args)
+    checkpoint = common.load_checkpoint(path, ALGO, Args, overrides.get("env_id"))
     args = replace(Args(**checkpoint["args"]), **overrides)
     env, device = common.make_env(args.env_id), common.pick_device(args.device)
     (obs_dim,), action_dim, _ = common.check_spaces(env, actions="vectors")
@@ -686,13 +688,11 @@ def train(args: Args) -> dict[str, float]:
     # data: real steps, and imagined ones. The second buffer grows with k in the loop, so that it
     # always holds the rollouts of so many fits
     fits_kept = math.ceil(args.retain_steps / args.model_train_interval)
-    try:
-        name = "buffer_capacity"
+    with common.told_in_one_line(f"buffer_capacity {args.buffer_capacity} is too much memory"):
         real = Buffer(args.buffer_capacity, obs_dim, action_dim, device)
-        name = "rollout_batch_size"
-        imagined = Buffer(args.rollout_batch_size, obs_dim, action_dim, device)
-    except (RuntimeError, TypeError):
-        raise InputError(f"{name} {getattr(args, name)} is too much memory") from None
+    num_rollouts = args.rollout_batch_size
+    with common.told_in_one_line(f"rollout_batch_size {num_rollouts} is too much memory"):
+        imagined = Buffer(num_rollouts, obs_dim, action_dim, device)
     num_real = int(args.real_ratio * args.batch_size)  # in every batch
     uses_model = num_real < args.batch_size  # else it is SAC
 

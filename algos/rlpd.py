@@ -115,11 +115,13 @@ LIMITS = {  # rule: flags; common.LIMITS has those of the shared ones
     "in [0, 1]": "offline_batch_ratio",
 }
 
-if __name__ == "__main__" and {"-h", "--help"} & {*sys.argv}:  # without the wait for torch
-    with contextlib.redirect_stdout(io.StringIO()) as flags, contextlib.suppress(SystemExit):
-        tyro.cli(Args)  # prints the flags; below they go between title and docstring
-    sys.stdout.write(f"{__doc__.splitlines()[0]}\n{flags.getvalue()}\n{__doc__}")
-    sys.exit()
+if __name__ == "__main__":  # torch takes seconds: Ctrl-C in them is quiet, --help need not wait
+    sys.excepthook = lambda kind, *x: kind is KeyboardInterrupt or sys.__excepthook__(kind, *x)
+    if {"-h", "--help"} & {*sys.argv}:
+        with contextlib.redirect_stdout(io.StringIO()) as flags, contextlib.suppress(SystemExit):
+            tyro.cli(Args)  # prints the flags; below they go between title and docstring
+        sys.stdout.write(f"{__doc__.splitlines()[0]}\n{flags.getvalue()}\n{__doc__}")
+        sys.exit()
 
 import gymnasium as gym
 import numpy as np
@@ -400,7 +402,7 @@ def make_policy(
 
 def load_policy(path: str, **overrides) -> common.Policy:
     """The policy of a checkpoint: a batch of obs -> actions. `overrides` are flags, e.g. device."""
-    checkpoint = common.load_checkpoint(path, ALGO, Args)
+    checkpoint = common.load_checkpoint(path, ALGO, Args, overrides.get("env_id"))
     args = replace(Args(**checkpoint["args"]), **overrides)
     env, device = common.make_env(args.env_id), common.pick_device(args.device)
     (obs_dim,), action_dim, _ = common.check_spaces(env, actions="vectors")
@@ -412,7 +414,7 @@ def load_policy(path: str, **overrides) -> common.Policy:
 
 def evaluate_checkpoint(args: Args) -> dict[str, float]:
     """--evaluate, with --record-replay: the replay buffer as a dataset, oldest step first."""
-    checkpoint = common.load_checkpoint(args.evaluate, ALGO, Args)
+    checkpoint = common.load_checkpoint(args.evaluate, ALGO, Args, args.env_id)
     if args.record_replay and "buffer" not in checkpoint:
         raise InputError(f"{args.evaluate} is a best.pt: the replay buffer is in checkpoint.pt")
     result = common.evaluate_checkpoint(ALGO, load_policy, args)
@@ -463,10 +465,8 @@ def train(args: Args) -> dict[str, float]:
         if num_pretrain > 0 or args.data_in_buffer:
             name = "data_in_buffer" if args.data_in_buffer else "offline_pretrain_updates"
             raise InputError(f"{name} needs a dataset, and {args.env_id} has none: give --dataset")
-    try:
+    with common.told_in_one_line(f"buffer_capacity {args.buffer_capacity} is too much memory"):
         online = Buffer(args.buffer_capacity, obs_dim, action_dim, device)
-    except (RuntimeError, TypeError):
-        raise InputError(f"buffer_capacity {args.buffer_capacity} is too much memory") from None
     offline, fingerprint, first_scalars = None, 0, {}
     about = "no prior data" if spec == "none" else "prior data are not used at ratio 0"
     if num_offline > 0 or num_pretrain > 0 or args.data_in_buffer:

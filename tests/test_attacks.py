@@ -14,10 +14,10 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, as_flags, budget, load, metrics_of, on_two_files, save_rows
+from conftest import ALGOS, ROOT, as_flags, budget, load, metrics_of, on_two_files, save_rows
 
 import common
-from algos import crr
+from algos import crr, gail, rlpd
 
 SPACE = gym.spaces.Box(-10, 10, (2,), np.float32)
 
@@ -356,6 +356,16 @@ def test_a_checkpoint_with_a_strange_part_of_a_run(tiny, run, part, value):
     assert code == 2 and err.count("\n") == 1 and "checkpoint.pt with crr.py: " in err
 
 
+@pytest.mark.parametrize("name", ["num_updates", "episode", "fingerprint", "current_obs"])
+@pytest.mark.parametrize("value", ["text", {"a": 1}])
+@pytest.mark.parametrize("algo", [rlpd])
+def test_a_checkpoint_with_a_strange_place(algo, tiny, name, value):
+    rlpd.train(tiny)
+    torch.save(load(tiny.run_dir) | {name: value}, f"{tiny.run_dir}/checkpoint.pt")
+    with pytest.raises(common.InputError, match=r"is not a number|plays another episode"):
+        rlpd.train(replace(tiny, resume=tiny.run_dir, total_timesteps=40))
+
+
 def test_a_name_with_a_line_break_is_one_line(run):
     code, _, err = run("--env-id", "Pendulum-v1\n")
     assert code == 2 and err.count("\n") == 1
@@ -400,6 +410,18 @@ def test_a_checkpoint_cannot_make_us_write_or_import(tiny, run, tmp_path, monkey
     torch.save(checkpoint, path)
     code, _, err = run("--evaluate", path)
     assert code == 2 and "names a module of its own" in err and not Path("harm").exists()
+    with pytest.raises(common.InputError, match="names a module of its own"):  # from Python
+        crr.load_policy(path)
+    assert not Path("harm").exists()
+
+
+@pytest.mark.parametrize("name", ALGOS)
+def test_ctrl_c_while_torch_is_imported_shows_no_traceback(name, tmp_path):
+    (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
+    command = [sys.executable, str(ROOT / "algos" / f"{name}.py")]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, env=environment, capture_output=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, b"", b"")
 
 
 # ---- sizes and types
@@ -419,6 +441,13 @@ def test_too_large_for_this_machine(tiny, run, flags, line):
     args[args.index(name) + 1] = value
     code, _, err = run(*args)
     assert code == 2 and err.startswith(line) and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("algo", [gail])
+def test_a_rollout_that_is_too_large(algo, tiny, run):
+    flags = {"num_steps": 10**18, "total_timesteps": 10**20}
+    code, _, err = run(*as_flags(replace(tiny, **flags)))
+    assert code == 2 and err.startswith("too large for this machine: ") and err.count("\n") == 1
 
 
 def test_1e3_is_a_number_of_updates(tiny, run):

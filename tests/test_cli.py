@@ -447,7 +447,7 @@ WRONG_FLAGS = [  # of common.py
     (["--warmup-updates", "-1"], "warmup_updates must be >= 0, got -1"),
     (["--seed", "-1"], "seed must be in [0, 2^63), got -1"),
     (["--seed", str(2**63)], f"seed must be in [0, 2^63), got {2**63}"),
-    (["--eval-seed", str(2**31)], f"eval_seed must be in [0, 2^31), got {2**31}"),
+    (["--eval-seed", "1000000"], "eval_seed must be in [0, 10^6), got 1000000"),
     (["--patience", "0"], "patience must be > 0, got 0"),
     (["--tau", "nan"], "tau must be in (0, 1], got nan"),
     (["--record", "x.npz"], "record must be used with --evaluate, got x.npz"),

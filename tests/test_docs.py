@@ -296,3 +296,15 @@ def test_nothing_sticks_out(path, width, tmp_path):
     assert len(outcome["headings"]) == len(
         re.findall(r"^##? ", without_code(path.read_text()), re.M)
     )
+
+
+def test_the_line_that_makes_a_table_of_metrics(tmp_path, monkeypatch):
+    """Two episodes that end at one step, as those of several environments may."""
+    pandas = pytest.importorskip("pandas")
+    line = next(x.strip() for x in README.read_text().splitlines() if "pandas.read_csv" in x)
+    key = "charts/episodic_return"
+    rows = ["step,seconds,key,value", f"5,0.1,{key},1", f"5,0.1,{key},3", "5,0.2,losses/a,7"]
+    (tmp_path / "metrics.csv").write_text("\n".join(rows))
+    monkeypatch.chdir(tmp_path)
+    table = eval(line, {"pandas": pandas})
+    assert table.to_dict() == {key: {5: 2.0}, "losses/a": {5: 7.0}}
