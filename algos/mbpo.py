@@ -712,7 +712,7 @@ def train(args: Args) -> dict[str, float]:
 
     # episode: a resumed run plays the one again that it was in
     num_updates, episode = run.saved.get("num_updates", 0), run.saved.get("episode", 0)
-    episode_actions = [np.array(action) for action in run.saved.get("episode_actions", ())]
+    episode_actions = list(run.saved["episode_actions"].numpy().copy()) if run.saved else []
     current_obs, episode_return = common.start_episode(env, args.seed, episode, episode_actions)
     run.check_replay(current_obs)
 

@@ -1,10 +1,11 @@
 """Does RLPD's critic overestimate? Its Q against the return that really follows, along training.
 
-    python benchmark/overestimation.py         trains two short runs, in about three minutes
+    python benchmark/overestimation.py         trains three short runs, in about five minutes
 
-RLPD learns Pendulum with our data, once with layer normalisation in its critics, once without. Each
-run is stopped every 200 environment steps, measured, and resumed, which changes nothing in it. At
-each stop we take 32 states of the dataset, and from each
+RLPD learns Pendulum with our data: as it is, without layer normalisation in its critics, and with
+the data in its replay buffer instead of half of every batch. Each run is stopped every 200
+environment steps, measured, and resumed, which changes nothing in it. At each stop we take 32
+states of the dataset, and from each
 
 data      the action that the data have there
 policy    an action that the policy samples
@@ -37,7 +38,11 @@ from benchmark.report import PALETTE
 
 ENV_ID, NUM_STATES, HORIZON = "Pendulum-v1", 32, 400
 FIRST, EVERY, LAST = 300, 200, 1_100  # environment steps: of the first stop, between two, in all
-VARIANTS = {"with layer norm": True, "without layer norm": False}
+VARIANTS = {
+    "RLPD": {},
+    "without layer norm": {"critic_layer_norm": False},
+    "without symmetric sampling": {"offline_batch_ratio": 0.0, "data_in_buffer": True},
+}
 
 
 @dataclass
@@ -97,7 +102,7 @@ def run(variant: str, options: Options) -> list[dict]:
     chosen = np.random.default_rng(options.seed).choice(len(dataset), NUM_STATES, replace=False)
     obs, data_action = dataset.obs[chosen], dataset.action[chosen]  # [32, O], [32, A]
     with tempfile.TemporaryDirectory() as folder:
-        flags = {"seed": options.seed, "critic_layer_norm": VARIANTS[variant], "quiet": True}
+        flags = {"seed": options.seed, "quiet": True} | VARIANTS[variant]
         flags |= {"run_dir": f"{folder}/run", "eval_episodes": 1, "eval_interval": LAST}
         for step in range(FIRST, LAST + 1, EVERY):  # the first 200 are random
             resume = f"{folder}/run" if rows else None

@@ -203,7 +203,7 @@ MAZE = (
 )
 MAZES = {
     "Medium": (("default", "sac", "sac-data-in-buffer"), 4_000),
-    "Large": (("default", "sac", "sac-data-in-buffer"), 9_000),
+    "Large": (("default", "sac", "sac-data-in-buffer"), 12_000),
 }
 MAZE_ABLATIONS = {
     "no-layer-norm": "--no-critic-layer-norm",
@@ -232,7 +232,7 @@ TABLE += [
         "rlpd",
         *MAZE_TASKS["Large"],
         variant,
-        f"{MAZE.format(9_000)} {flags}",
+        f"{MAZE.format(12_000)} {flags}",
         2.5,
         "rlpd-ablation",
     )
