@@ -36,6 +36,12 @@ RUNS = (
         "sbx-sac-data-in-buffer",
         2,
     ),
+    (
+        "learn_sbx_sac",
+        "rlpd__MazeLarge-v0__maze-large__sac-data-in-buffer",
+        "sbx-sac-data-in-buffer",
+        2,
+    ),
     ("learn_mbrl_mbpo", "mbpo__Pendulum-v1__none__default", "mbrl", 2),
 )
 

@@ -30,7 +30,7 @@ from stable_baselines3.common.callbacks import BaseCallback
 ROWS = dict.fromkeys(
     (
         "rlpd__Pendulum-v1__shipped__sac-data-in-buffer",
-        "rlpd__MazeMedium-v0__maze-medium__sac-data-in-buffer",
+        "rlpd__MazeLarge-v0__maze-large__sac-data-in-buffer",
     ),
     "sbx-sac-data-in-buffer",
 )
