@@ -108,7 +108,7 @@ HEADLINES = {
         "https://arxiv.org/abs/2302.02948",
         "environment, dataset",
         CONTINUOUS,
-        ("Pendulum-v1", "shipped"),
+        ("MazeLarge-v0", "maze-large"),
         ("sbx-sac-data-in-buffer",),
     ),
     "mbpo": Headline(
@@ -151,8 +151,9 @@ HEADLINE_HEADER = (
 LABELS = {"sbx-sac-data-in-buffer": "sbx, SAC + data"}  # of references in README.md
 HEADLINE_NOTE = """\
 Numbers are returns of the last evaluation: the mean over its episodes, then the interquartile mean
-(IQM) over seeds. The best possible return is about -145 on Pendulum, 500 on CartPole and 1 on
-PixelCatch. *shipped* and *expert* are [datasets in this repository](benchmark/data/README.md).
+(IQM) over seeds. The best possible return is about -145 on Pendulum, 500 on CartPole, 1 on
+PixelCatch and in the maze. *shipped* and *expert* are
+[datasets in this repository](benchmark/data/README.md), *maze-large* is made by a script of it.
 *random-100000* is 100,000 steps of a random policy, so CRR has a harder task than AWR and MARWIL.
 A reference is another library with the same data and budget. RLPD's reference is SAC that starts
 with the dataset in its replay buffer. We tuned our defaults on these tasks, but
