@@ -233,7 +233,7 @@ TABLE += [
         *MAZE_TASKS["Large"],
         variant,
         f"{MAZE.format(12_000)} {flags}",
-        2.5,
+        7.0,
         "rlpd-ablation",
     )
     for variant, flags in MAZE_ABLATIONS.items()
