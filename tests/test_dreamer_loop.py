@@ -921,7 +921,7 @@ def test_sizes_in_the_docstring(tmp_path, monkeypatch):
     for width in (32, 64):
         per_step = dreamer.Buffer(10, 1, (width, width, 3)).num_bytes() / 10
         assert f"{per_step / 1e3:.1f} KB" in dreamer.__doc__
-    assert f"replay buffer takes {5_000_000 * per_step / 1e9:.0f} GB" in PAGE
+    assert f"{5_000_000 * per_step / 1e9:.0f} GB for the replay buffer" in PAGE
 
 
 def test_the_command_of_the_page_is_the_set_of_the_paper():
