@@ -96,27 +96,31 @@ class Checked(gym.Wrapper):
     that their space names, rewards become floats, and ends bools."""
 
     def reset(self, **kwargs):
-        self.num_steps = 0
+        self.num_steps, self.space = 0, self.observation_space  # slow to look up
         with self.told("reset"):
             obs, info = self.env.reset(**kwargs)
             return self.checked(obs), info
 
     def step(self, action):
         self.num_steps += 1
-        with self.told(f"step {self.num_steps} of an episode"):
+        try:
             obs, reward, terminated, truncated, info = self.env.step(action)
             reward = float(np.asarray(reward).item())
             if not math.isfinite(reward):
                 raise ValueError(f"the reward is {reward}")
             return self.checked(obs), reward, bool(terminated), bool(truncated), dict(info)
+        except Exception:  # `with` around it all would slow down every step
+            with self.told(f"step {self.num_steps} of an episode"):
+                raise
 
     def checked(self, obs: Any) -> Any:
-        space = self.observation_space
+        space = self.space
         if not isinstance(space, gym.spaces.Box):  # Dreamer looks at what is rendered
             return obs
-        with np.errstate(over="ignore"):  # what is too large for its type becomes infinite
-            # a copy: some environments write into one buffer. Floats are not cut to integers
-            obs = np.array(obs).astype(space.dtype, casting="same_kind", copy=False)
+        obs = np.array(obs)  # a copy: some environments write into one buffer
+        if obs.dtype != space.dtype:
+            with np.errstate(over="ignore"):  # what is too large for its type becomes infinite
+                obs = obs.astype(space.dtype, casting="same_kind")  # floats are not cut to integers
         if obs.shape != space.shape or not np.isfinite(obs).all():
             raise ValueError(f"an observation must be finite, of shape {space.shape}, not {obs}")
         return obs

@@ -256,13 +256,13 @@ class QuantileNetwork(nn.Module):
     ) -> torch.Tensor:
         """[B, D], [B, N] -> of all actions [B, N, A]; with actions [B], of those alone [B, N]"""
         cosines = torch.cos(tau[:, :, None] * self.frequencies)  # [B, N, cosines]
-        phi = self.embedding(cosines).relu_()  # [B, N, D]
-        hidden = self.hidden(features[:, None] * phi).relu_()  # [B, N, H]
+        phi = torch.relu(self.embedding(cosines))  # [B, N, D]
+        hidden = torch.relu(self.hidden(features[:, None] * phi))  # [B, N, H]
         if action is None:
             return self.output(hidden)  # [B, N, A]
         # one row of the output layer per transition: the other actions would be thrown away
         weight, bias = self.output.weight[action], self.output.bias[action]  # [B, H], [B]
-        return (hidden @ weight[:, :, None]).squeeze(2) + bias[:, None]  # [B, N]
+        return (hidden * weight[:, None]).sum(dim=2) + bias[:, None]  # [B, N]
 
 
 class FractionProposal(nn.Module):

@@ -63,7 +63,7 @@ GENERATION = {
     "crr": 2,
     "rlpd": 2,
     "mbpo": 2,
-    "fqf": 2,
+    "fqf": 3,
     "gail": 2,
     "dreamer": 2,
 }
