@@ -156,7 +156,7 @@ PixelCatch and in the maze. *shipped* and *expert* are
 [datasets in this repository](benchmark/data/README.md), *maze-large* is made by a script of it.
 *random-100000* is 100,000 steps of a random policy, so CRR has a harder task than AWR and MARWIL.
 A reference is another library with the same data and budget. RLPD's reference is SAC that starts
-with the dataset in its replay buffer. We tuned our defaults on these tasks, and chose the maze since
+with the dataset in its replay buffer. We tuned our defaults on these tasks, and chose the maze as
 prior data count there. [Nobody tuned the references](benchmark/README.md#references)."""
 
 
